@@ -1,0 +1,158 @@
+//! AVX2 with FMA: eight lanes.
+#![allow(unsafe_code, reason = "calls of intrinsics, whose features the token proves")]
+
+use core::arch::x86_64::*;
+
+use crate::kernel::{Lanes, Op};
+
+/// Proof that the processor has AVX2, FMA and F16C: only `new` makes one.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Avx2(());
+
+impl Avx2 {
+    pub(crate) fn new() -> Option<Self> {
+        let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        found.then_some(Self(()))
+    }
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+fn with_features<O: Op>(lanes: Avx2, op: O) -> O::Output {
+    op.run(lanes)
+}
+
+/// Wraps an expression of intrinsics.
+macro_rules! avx2 {
+    ($e:expr) => {
+        // SAFETY: `self` exists, so `Avx2::new` has found the features that these intrinsics need.
+        unsafe { $e }
+    };
+}
+
+impl Lanes for Avx2 {
+    type V = __m256;
+    type M = __m256;
+    const LANES: usize = 8;
+    // 12 accumulators, two operands, a broadcast: 15 of 16 registers.
+    const MR: usize = 6;
+
+    #[inline(always)]
+    fn vectorize<O: Op>(self, op: O) -> O::Output {
+        avx2!(with_features(self, op))
+    }
+
+    #[inline(always)]
+    fn splat(self, x: f32) -> __m256 {
+        avx2!(_mm256_set1_ps(x))
+    }
+
+    #[inline(always)]
+    fn load(self, src: &[f32]) -> __m256 {
+        let src = &src[..Self::LANES];
+        // SAFETY: features as above; the slice has 8 elements, and the load needs no alignment.
+        unsafe { _mm256_loadu_ps(src.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn store(self, x: __m256, dst: &mut [f32]) {
+        let dst = &mut dst[..Self::LANES];
+        // SAFETY: features as above; the slice has 8 elements, and the store needs no alignment.
+        unsafe { _mm256_storeu_ps(dst.as_mut_ptr(), x) }
+    }
+
+    #[inline(always)]
+    fn add(self, a: __m256, b: __m256) -> __m256 {
+        avx2!(_mm256_add_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn sub(self, a: __m256, b: __m256) -> __m256 {
+        avx2!(_mm256_sub_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn mul(self, a: __m256, b: __m256) -> __m256 {
+        avx2!(_mm256_mul_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn div(self, a: __m256, b: __m256) -> __m256 {
+        avx2!(_mm256_div_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn fma(self, a: __m256, b: __m256, c: __m256) -> __m256 {
+        avx2!(_mm256_fmadd_ps(a, b, c))
+    }
+
+    #[inline(always)]
+    fn max(self, a: __m256, b: __m256) -> __m256 {
+        avx2!(_mm256_max_ps(a, b))
+    }
+
+    #[inline(always)]
+    fn abs(self, a: __m256) -> __m256 {
+        avx2!(_mm256_andnot_ps(_mm256_set1_ps(-0.0), a))
+    }
+
+    #[inline(always)]
+    fn lt(self, a: __m256, b: __m256) -> __m256 {
+        avx2!(_mm256_cmp_ps::<_CMP_LT_OQ>(a, b))
+    }
+
+    #[inline(always)]
+    fn not_lt(self, a: __m256, b: __m256) -> __m256 {
+        avx2!(_mm256_cmp_ps::<_CMP_NLT_UQ>(a, b))
+    }
+
+    #[inline(always)]
+    fn select(self, mask: __m256, a: __m256, b: __m256) -> __m256 {
+        avx2!(_mm256_blendv_ps(b, a, mask))
+    }
+
+    #[inline(always)]
+    fn round(self, x: __m256) -> __m256 {
+        avx2!(_mm256_round_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x))
+    }
+
+    #[inline(always)]
+    fn scale_by_exp2(self, p: __m256, n: __m256) -> __m256 {
+        let exponent = avx2!(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)));
+        self.mul(p, avx2!(_mm256_castsi256_ps(_mm256_slli_epi32::<23>(exponent))))
+    }
+
+    #[inline(always)]
+    fn transpose(self, src: &[f32], src_stride: usize, dst: &mut [f32], dst_stride: usize) {
+        let mut r = [self.splat(0.0); 8];
+        for (i, row) in r.iter_mut().enumerate() {
+            *row = self.load(&src[i * src_stride..]);
+        }
+        let columns = avx2!(transpose8(r));
+        for (i, column) in columns.into_iter().enumerate() {
+            self.store(column, &mut dst[i * dst_stride..]);
+        }
+    }
+}
+
+/// 8 x 8 in 24 shuffles: 4 x 4 blocks within the halves, then the halves.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn transpose8(r: [__m256; 8]) -> [__m256; 8] {
+    let mut t = r;
+    // After this, half k of t[4a + b] is column 4k + b of rows 4a..4a + 4.
+    for a in 0..2 {
+        let [r0, r1, r2, r3] = [r[4 * a], r[4 * a + 1], r[4 * a + 2], r[4 * a + 3]];
+        let (low01, high01) = (_mm256_unpacklo_ps(r0, r1), _mm256_unpackhi_ps(r0, r1));
+        let (low23, high23) = (_mm256_unpacklo_ps(r2, r3), _mm256_unpackhi_ps(r2, r3));
+        t[4 * a] = _mm256_shuffle_ps::<0x44>(low01, low23);
+        t[4 * a + 1] = _mm256_shuffle_ps::<0xee>(low01, low23);
+        t[4 * a + 2] = _mm256_shuffle_ps::<0x44>(high01, high23);
+        t[4 * a + 3] = _mm256_shuffle_ps::<0xee>(high01, high23);
+    }
+    let mut columns = t;
+    for b in 0..4 {
+        columns[b] = _mm256_permute2f128_ps::<0x20>(t[b], t[4 + b]);
+        columns[4 + b] = _mm256_permute2f128_ps::<0x31>(t[b], t[4 + b]);
+    }
+    columns
+}

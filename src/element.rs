@@ -1,0 +1,57 @@
+//! The element types of operands: `f32`, `f16` and `bf16`.
+
+use half::{bf16, f16};
+
+mod sealed {
+    pub trait Sealed {}
+}
+
+/// A type that operands can hold: `f32`, [`half::f16`] or [`half::bf16`]. All arithmetic is in `f32`.
+///
+/// ```
+/// use polyhead::Element;
+/// assert_eq!(half::bf16::from_f32_nearest(1.0 + 1.0 / 1024.0).to_f32(), 1.0);
+/// assert_eq!(f32::NAME, "f32");
+/// ```
+pub trait Element: Copy + Default + Send + Sync + core::fmt::Debug + PartialEq + sealed::Sealed + 'static {
+    /// The type's name as used in bench ids: `f32`, `f16`, `bf16`.
+    const NAME: &'static str;
+    /// Exact value as `f32`.
+    fn to_f32(self) -> f32;
+    /// Nearest value, ties to even; overflow gives infinity, NaN stays NaN.
+    fn from_f32_nearest(x: f32) -> Self;
+    #[doc(hidden)]
+    fn erase(slice: &[Self]) -> AnySlice<'_>;
+}
+
+/// A slice of any element type: the fused kernels are compiled once, not once a type.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug)]
+pub enum AnySlice<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    Bf16(&'a [bf16]),
+}
+
+macro_rules! element {
+    ($t:ty, $name:literal, $variant:ident, $to:expr, $from:expr) => {
+        impl sealed::Sealed for $t {}
+        impl Element for $t {
+            const NAME: &'static str = $name;
+            #[inline(always)]
+            fn to_f32(self) -> f32 {
+                $to(self)
+            }
+            #[inline(always)]
+            fn from_f32_nearest(x: f32) -> Self {
+                $from(x)
+            }
+            fn erase(slice: &[Self]) -> AnySlice<'_> {
+                AnySlice::$variant(slice)
+            }
+        }
+    };
+}
+element!(f32, "f32", F32, |x| x, |x| x);
+element!(f16, "f16", F16, f16::to_f32, f16::from_f32);
+element!(bf16, "bf16", Bf16, bf16::to_f32, bf16::from_f32);

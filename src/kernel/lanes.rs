@@ -1,0 +1,91 @@
+//! A vector of `f32` as every level has it: what `exp`, softmax and the register tiles are written in.
+
+/// A level whose registers have lanes. A value of an implementing type is proof that the processor has what its methods use.
+///
+/// Methods are for use inside [`Lanes::vectorize`]: elsewhere they work, but as calls.
+pub(crate) trait Lanes: Copy + Send + Sync + 'static {
+    /// `LANES` floats.
+    type V: Copy;
+    /// One bit a lane.
+    type M: Copy;
+    const LANES: usize;
+    /// Rows of a register tile of two vectors: `2 * MR` accumulators, two operands and a broadcast fit the registers.
+    const MR: usize;
+
+    /// Runs `op` compiled for this level's instructions.
+    fn vectorize<O: Op>(self, op: O) -> O::Output;
+
+    fn splat(self, x: f32) -> Self::V;
+    /// The first `LANES` elements. Panics if there are fewer.
+    fn load(self, src: &[f32]) -> Self::V;
+    /// To the first `LANES` elements. Panics if there are fewer.
+    fn store(self, x: Self::V, dst: &mut [f32]);
+    fn add(self, a: Self::V, b: Self::V) -> Self::V;
+    fn sub(self, a: Self::V, b: Self::V) -> Self::V;
+    fn mul(self, a: Self::V, b: Self::V) -> Self::V;
+    fn div(self, a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`, fused where the level has it.
+    fn fma(self, a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// The larger lane; `b` where either is NaN.
+    fn max(self, a: Self::V, b: Self::V) -> Self::V;
+    fn abs(self, a: Self::V) -> Self::V;
+    /// `a < b`, false for NaN.
+    fn lt(self, a: Self::V, b: Self::V) -> Self::M;
+    /// `!(a < b)`, true for NaN.
+    fn not_lt(self, a: Self::V, b: Self::V) -> Self::M;
+    /// `a` where the mask is set, else `b`.
+    fn select(self, mask: Self::M, a: Self::V, b: Self::V) -> Self::V;
+    /// Nearest integer, ties to even, for |x| < 2^22; NaN stays NaN.
+    fn round(self, x: Self::V) -> Self::V;
+    /// `p * 2^n` for integral `n` in -126..=127 and `p` in 0.5..2.
+    fn scale_by_exp2(self, p: Self::V, n: Self::V) -> Self::V;
+    /// Transposes `LANES` rows of `LANES` elements, `src_stride` and `dst_stride` apart.
+    fn transpose(self, src: &[f32], src_stride: usize, dst: &mut [f32], dst_stride: usize);
+
+    /// Sum of the lanes, in an order that depends on the level alone.
+    #[inline(always)]
+    fn sum(self, x: Self::V) -> f32 {
+        let mut lanes = [0.0; MAX_LANES];
+        self.store(x, &mut lanes);
+        let mut n = Self::LANES;
+        while n > 1 {
+            n /= 2;
+            for i in 0..n {
+                lanes[i] += lanes[i + n];
+            }
+        }
+        lanes[0]
+    }
+
+    /// The first elements of `src`, the other lanes `fill`.
+    #[inline(always)]
+    fn load_partial(self, src: &[f32], fill: f32) -> Self::V {
+        if src.len() >= Self::LANES {
+            return self.load(src);
+        }
+        let mut lanes = [fill; MAX_LANES];
+        lanes[..src.len()].copy_from_slice(src);
+        self.load(&lanes)
+    }
+
+    /// As many lanes as `dst` takes.
+    #[inline(always)]
+    fn store_partial(self, x: Self::V, dst: &mut [f32]) {
+        if dst.len() >= Self::LANES {
+            return self.store(x, dst);
+        }
+        let mut lanes = [0.0; MAX_LANES];
+        self.store(x, &mut lanes);
+        dst.copy_from_slice(&lanes[..dst.len()]);
+    }
+}
+
+/// The widest vector of any level.
+pub(crate) const MAX_LANES: usize = 16;
+
+/// Work that is compiled once for every level. Implement `run` as `#[inline(always)]`, so that it takes on the instruction set
+/// of the function it is called from.
+pub(crate) trait Op {
+    type Output;
+    fn run<L: Lanes>(self, lanes: L) -> Self::Output;
+}

@@ -1,0 +1,114 @@
+//! Boolean masks and biases of a tile, brought from rows of keys into lanes of queries.
+
+use super::lanes::Lanes;
+use super::tile::Transpose;
+use crate::mask::Broadcast;
+use crate::problem::Problem;
+
+/// What mask and bias do to a tile.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// Nothing.
+    Clear,
+    /// They hide all of it.
+    Hidden,
+    /// The tile of biases says.
+    Mixed,
+}
+
+/// A tile's place: batch item, its rows as (head, query), and its keys.
+pub(crate) struct Place<'a> {
+    pub(crate) batch: usize,
+    pub(crate) rows: &'a dyn Fn(usize) -> (usize, usize),
+    pub(crate) count: usize,
+    pub(crate) first_key: usize,
+    pub(crate) keys: usize,
+}
+
+impl Place<'_> {
+    fn index(&self, row: usize) -> [usize; 3] {
+        let (head, query) = (self.rows)(row);
+        [self.batch, head, query]
+    }
+}
+
+/// Writes the sum of mask (0 or -inf) and bias to `bias`, `[keys][lanes]`, if it matters. `stage` has `lanes` rows of `stride`
+/// floats, `stride` at least the keys rounded up to vectors.
+pub(crate) fn build<L: Lanes>(
+    l: L,
+    problem: &Problem<'_>,
+    place: &Place<'_>,
+    lanes: usize,
+    bias: &mut [f32],
+    (stage, stride): (&mut [f32], usize),
+) -> Verdict {
+    if problem.mask.is_none() && problem.bias.is_none() {
+        return Verdict::Clear;
+    }
+    let first = place.index(0);
+    let same = |row| {
+        let index = place.index(row);
+        problem.mask.is_none_or(|(mask, _)| mask.same_row(first, index))
+            && problem.bias.is_none_or(|bias| bias.same_row(first, index))
+    };
+    let shared = (1..place.count).all(same);
+    let rows = if shared { 1 } else { place.count };
+    let (mut hidden, mut clear) = (true, true);
+    for (row, values) in stage.chunks_exact_mut(stride).take(rows).enumerate() {
+        let verdict = build_row(problem, place.index(row), place.first_key, &mut values[..place.keys]);
+        hidden &= verdict == Verdict::Hidden;
+        clear &= verdict == Verdict::Clear;
+    }
+    if clear || hidden {
+        return if clear { Verdict::Clear } else { Verdict::Hidden };
+    }
+    if shared {
+        for (key, row) in bias.chunks_exact_mut(lanes).take(place.keys).enumerate() {
+            row.fill(stage[key]);
+        }
+    } else {
+        let columns = place.keys.next_multiple_of(L::LANES);
+        l.vectorize(Transpose { src: stage, src_stride: stride, rows: lanes, columns, dst: bias, dst_stride: lanes });
+    }
+    Verdict::Mixed
+}
+
+/// One row of mask and bias.
+fn build_row(problem: &Problem<'_>, [batch, head, query]: [usize; 3], first_key: usize, values: &mut [f32]) -> Verdict {
+    let index = [batch, head, query, first_key];
+    match problem.bias {
+        Some(bias) => {
+            copy(&bias, index, values, |b| b);
+            if let Some((mask, attend)) = problem.mask {
+                values.iter_mut().enumerate().for_each(|(i, x)| {
+                    let seen = mask.data[mask.offset(index) + i * mask.key_stride()] == attend;
+                    *x = if seen { *x } else { f32::NEG_INFINITY };
+                });
+            }
+            Verdict::Mixed
+        }
+        None => {
+            let Some((mask, attend)) = problem.mask else { return Verdict::Clear };
+            copy(&mask, index, values, |seen| if seen == attend { 0.0 } else { f32::NEG_INFINITY });
+            // Sums of 0 and -inf: branch-free, unlike a search.
+            let (lowest, sum) = values.iter().fold((0.0f32, 0.0), |(low, sum), &x| (low.min(x), sum + x));
+            if lowest == 0.0 {
+                Verdict::Clear
+            } else if sum == f32::NEG_INFINITY && values.iter().all(|&x| x != 0.0) {
+                Verdict::Hidden
+            } else {
+                Verdict::Mixed
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn copy<T: Copy>(from: &Broadcast<'_, T>, index: [usize; 4], values: &mut [f32], convert: impl Fn(T) -> f32) {
+    let source = &from.data[from.offset(index)..];
+    match from.key_stride() {
+        0 => values.fill(convert(source[0])),
+        1 => values.iter_mut().zip(source).for_each(|(x, &y)| *x = convert(y)),
+        step => values.iter_mut().enumerate().for_each(|(i, x)| *x = convert(source[i * step])),
+    }
+}

@@ -1,0 +1,15 @@
+//! The algorithms, once, generic over the lanes of a level. Nothing here allocates, spawns or asks the processor.
+
+pub(crate) mod blocking;
+mod exp;
+pub(crate) mod fused;
+mod lanes;
+mod mask_tile;
+mod online;
+mod pack;
+mod score;
+pub(crate) mod scratch;
+mod tile;
+
+pub(crate) use lanes::{Lanes, Op};
+#[cfg(test)] mod scratch_bench;

@@ -1,0 +1,150 @@
+//! Softmax over keys that arrive block by block: the running state of each row, a lane of the tile.
+//!
+//! Milakov and Gimelshein 2018, algorithm 3, with the exponential in base 2. The maximum is exact after every block (no lazy
+//! threshold: in `f32` it would cost bits of the dominant probabilities).
+
+use super::exp::exp2_nonpositive;
+use super::lanes::{Lanes, Op};
+
+/// Running state of the rows of one tile.
+pub(crate) struct RowState<'a> {
+    /// Largest score yet, -inf before the first.
+    pub(crate) max: &'a mut [f32],
+    /// Sum of `2^((score - max) * c)`.
+    pub(crate) sum: &'a mut [f32],
+    /// Factor that brings older sums and outputs to the new maximum.
+    pub(crate) alpha: &'a mut [f32],
+}
+
+impl RowState<'_> {
+    pub(crate) fn reset(&mut self) {
+        self.max.fill(f32::NEG_INFINITY);
+        self.sum.fill(0.0);
+        self.alpha.fill(0.0);
+    }
+}
+
+/// Takes a block of scores into the state and leaves their probabilities, relative to the new maximum, in their place.
+pub(crate) struct Softmax<'a> {
+    /// `[keys][lanes]`; a hidden key has -inf.
+    pub(crate) s: &'a mut [f32],
+    pub(crate) vectors: usize,
+    /// Probabilities are `2^((score - max) * c)`.
+    pub(crate) c: f32,
+    pub(crate) state: RowState<'a>,
+}
+
+impl Op for Softmax<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let stride = self.vectors * L::LANES;
+        for j in (0..stride).step_by(L::LANES) {
+            let old = l.load(&self.state.max[j..]);
+            let max = l.max(block_max(l, self.s, stride, j), old);
+            // Rows that have seen nothing yet: -inf - 0 is -inf, where -inf - -inf would be NaN.
+            let shift = finite_or_zero(l, max);
+            let c = l.splat(self.c);
+            let alpha = exp2_nonpositive(l, l.mul(l.sub(old, shift), c));
+            let sum = exp_block(l, self.s, stride, j, shift, c);
+            l.store(max, &mut self.state.max[j..]);
+            l.store(alpha, &mut self.state.alpha[j..]);
+            let sum = l.fma(l.load(&self.state.sum[j..]), alpha, sum);
+            l.store(sum, &mut self.state.sum[j..]);
+        }
+    }
+}
+
+#[inline(always)]
+fn finite_or_zero<L: Lanes>(l: L, max: L::V) -> L::V {
+    l.select(l.lt(l.splat(f32::NEG_INFINITY), max), max, l.splat(0.0))
+}
+
+/// Keys in flight at once, each with its own partial maximum and sum.
+const CHAINS: usize = 4;
+
+/// Largest score of each lane of column `j`; NaN counts only where it is all there is.
+#[inline(always)]
+fn block_max<L: Lanes>(l: L, s: &[f32], stride: usize, j: usize) -> L::V {
+    let mut max = [l.splat(f32::NEG_INFINITY); CHAINS];
+    let groups = s.chunks_exact(CHAINS * stride);
+    for (i, row) in groups.remainder().chunks_exact(stride).enumerate() {
+        max[i] = l.max(l.load(&row[j..]), max[i]);
+    }
+    for group in groups {
+        for i in 0..CHAINS {
+            max[i] = l.max(l.load(&group[i * stride + j..]), max[i]);
+        }
+    }
+    l.max(l.max(max[0], max[1]), l.max(max[2], max[3]))
+}
+
+/// Replaces scores by probabilities and returns their sum.
+#[inline(always)]
+fn exp_block<L: Lanes>(l: L, s: &mut [f32], stride: usize, j: usize, shift: L::V, c: L::V) -> L::V {
+    let mut sum = [l.splat(0.0); CHAINS];
+    let mut groups = s.chunks_exact_mut(CHAINS * stride);
+    for group in &mut groups {
+        for i in 0..CHAINS {
+            let score = &mut group[i * stride + j..];
+            let p = exp2_nonpositive(l, l.mul(l.sub(l.load(score), shift), c));
+            sum[i] = l.add(sum[i], p);
+            l.store(p, score);
+        }
+    }
+    for (i, row) in groups.into_remainder().chunks_exact_mut(stride).enumerate() {
+        let score = &mut row[j..];
+        let p = exp2_nonpositive(l, l.mul(l.sub(l.load(score), shift), c));
+        sum[i] = l.add(sum[i], p);
+        l.store(p, score);
+    }
+    l.add(l.add(sum[0], sum[1]), l.add(sum[2], sum[3]))
+}
+
+/// Turns scores into the probabilities of a finished state, for a second pass that writes attention weights.
+pub(crate) struct Probabilities<'a> {
+    /// `[keys][lanes]`.
+    pub(crate) s: &'a mut [f32],
+    pub(crate) vectors: usize,
+    pub(crate) c: f32,
+    pub(crate) max: &'a [f32],
+    /// Factor of each lane: the reciprocal of its sum.
+    pub(crate) norm: &'a [f32],
+}
+
+impl Op for Probabilities<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let stride = self.vectors * L::LANES;
+        for j in (0..stride).step_by(L::LANES) {
+            let shift = finite_or_zero(l, l.load(&self.max[j..]));
+            let (c, norm) = (l.splat(self.c), l.load(&self.norm[j..]));
+            for row in self.s.chunks_exact_mut(stride) {
+                let score = &mut row[j..];
+                let p = exp2_nonpositive(l, l.mul(l.sub(l.load(score), shift), c));
+                l.store(l.mul(p, norm), score);
+            }
+        }
+    }
+}
+
+/// Multiplies each of the rows `[count][lanes]` by a vector.
+pub(crate) struct Normalize<'a> {
+    pub(crate) o: &'a mut [f32],
+    pub(crate) norm: &'a [f32],
+}
+
+impl Op for Normalize<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let stride = self.norm.len();
+        for j in (0..stride).step_by(L::LANES) {
+            let norm = l.load(&self.norm[j..]);
+            for row in self.o.chunks_exact_mut(stride) {
+                l.store(l.mul(l.load(&row[j..]), norm), &mut row[j..]);
+            }
+        }
+    }
+}

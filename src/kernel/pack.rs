@@ -1,0 +1,75 @@
+//! Operands on their way in: rows of any element type and stride become `f32` rows, and queries become lanes.
+
+use half::{bf16, f16, slice::HalfFloatSliceExt};
+
+use super::tile::Rows;
+use crate::element::AnySlice;
+use crate::view::AnyHeads;
+
+/// A power of two times 4 KiB between rows puts all of them in one set of the L1 cache: such blocks are copied.
+const SET_CONFLICT: usize = 4096 / size_of::<f32>();
+
+/// Keys `first..first + count` of a head as `f32` rows: in place if they lie so, else copied to `area`.
+pub(crate) fn load_block<'a>(
+    heads: &AnyHeads<'a>,
+    batch: usize,
+    head: usize,
+    first: usize,
+    count: usize,
+    area: &'a mut [f32],
+) -> Rows<'a> {
+    let [_, _, _, width] = heads.layout.shape;
+    let [_, _, stride, step] = heads.layout.strides;
+    if width == 0 || count == 0 {
+        return Rows { data: &[], stride: 0, width: 0, count };
+    }
+    let offset = heads.layout.offset([batch, head, first, 0]);
+    if let AnySlice::F32(data) = heads.data {
+        let unit = step == 1 || width == 1;
+        if unit && (count == 1 || (stride >= width && stride % SET_CONFLICT != 0)) {
+            return Rows { data: &data[offset..], stride, width, count };
+        }
+    }
+    for (i, row) in area.chunks_exact_mut(width).take(count).enumerate() {
+        load_row(heads, [batch, head, first + i], row);
+    }
+    Rows { data: area, stride: width, width, count }
+}
+
+/// One row as `f32`.
+pub(crate) fn load_row(heads: &AnyHeads<'_>, [batch, head, seq]: [usize; 3], row: &mut [f32]) {
+    if row.is_empty() {
+        return;
+    }
+    let offset = heads.layout.offset([batch, head, seq, 0]);
+    let step = heads.layout.strides[3];
+    match heads.data {
+        AnySlice::F32(data) => gather(&data[offset..], step, row, |from, to| to.copy_from_slice(from), |x| x),
+        AnySlice::F16(data) => {
+            gather(&data[offset..], step, row, |from, to| from.convert_to_f32_slice(to), f16::to_f32);
+        }
+        AnySlice::Bf16(data) => gather(&data[offset..], step, row, widen_bf16, bf16::to_f32),
+    }
+}
+
+#[inline(always)]
+fn gather<T: Copy>(
+    src: &[T],
+    step: usize,
+    row: &mut [f32],
+    contiguous: impl Fn(&[T], &mut [f32]),
+    one: impl Fn(T) -> f32,
+) {
+    if step == 1 || row.len() == 1 {
+        contiguous(&src[..row.len()], row);
+    } else {
+        row.iter_mut().enumerate().for_each(|(i, x)| *x = one(src[i * step]));
+    }
+}
+
+/// A bf16 is the upper half of an `f32`. (`half` converts one at a time, with a branch for NaN.)
+fn widen_bf16(from: &[bf16], to: &mut [f32]) {
+    for (x, y) in from.iter().zip(to) {
+        *y = f32::from_bits(u32::from(x.to_bits()) << 16);
+    }
+}

@@ -1,0 +1,75 @@
+//! What happens to scores between the product and softmax, in the order of the contract: scale, softcap, ALiBi, bias,
+//! visibility. Each is a pass over a tile of scores in L1, run only where it is asked for.
+
+use super::exp::tanh;
+use super::lanes::{Lanes, Op};
+
+/// Scores of one tile, `[keys][lanes]`, and what is to be done to them.
+pub(crate) struct ScorePass<'a> {
+    pub(crate) s: &'a mut [f32],
+    pub(crate) vectors: usize,
+    pub(crate) rule: Rule<'a>,
+}
+
+/// One step.
+pub(crate) enum Rule<'a> {
+    /// `s * scale`.
+    Scale(f32),
+    /// `cap * tanh(s / cap)`.
+    Softcap(f32),
+    /// `s - slope * |position - key|`; positions count from the first key of the tile.
+    Alibi { slopes: &'a [f32], positions: &'a [f32] },
+    /// `s + bias`, hidden where the bias is -inf. `[keys][lanes]`.
+    Bias(&'a [f32]),
+    /// Hidden outside of `from <= key < to`, counted from the first key of the tile.
+    Range { from: &'a [f32], to: &'a [f32] },
+}
+
+impl Op for ScorePass<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let Self { s, vectors, rule } = self;
+        let hidden = l.splat(f32::NEG_INFINITY);
+        match rule {
+            Rule::Scale(scale) => each(l, s, vectors, |x, _, _| l.mul(x, l.splat(scale))),
+            Rule::Softcap(cap) => {
+                let cap = l.splat(cap);
+                each(l, s, vectors, |x, _, _| l.mul(cap, tanh(l, l.div(x, cap))));
+            }
+            Rule::Alibi { slopes, positions } => each(l, s, vectors, |x, key, j| {
+                let distance = l.abs(l.sub(l.load(&positions[j..]), l.splat(key as f32)));
+                add_finite(l, x, l.mul(l.sub(l.splat(0.0), l.load(&slopes[j..])), distance))
+            }),
+            Rule::Bias(bias) => {
+                let stride = vectors * L::LANES;
+                each(l, s, vectors, |x, key, j| {
+                    let b = l.load(&bias[key * stride + j..]);
+                    l.select(l.lt(b, l.splat(f32::MIN)), hidden, add_finite(l, x, b))
+                });
+            }
+            Rule::Range { from, to } => each(l, s, vectors, |x, key, j| {
+                let key = l.splat(key as f32);
+                let x = l.select(l.lt(key, l.load(&from[j..])), hidden, x);
+                l.select(l.lt(key, l.load(&to[j..])), x, hidden)
+            }),
+        }
+    }
+}
+
+/// `score + bias` that stays finite where the score is: a sum of two finite numbers that rounds to -inf would hide its key.
+#[inline(always)]
+fn add_finite<L: Lanes>(l: L, score: L::V, bias: L::V) -> L::V {
+    let (lowest, sum) = (l.splat(f32::MIN), l.add(score, bias));
+    l.select(l.lt(score, lowest), sum, l.max(lowest, sum))
+}
+
+/// Replaces every vector of the tile by `f(vector, key, lane of its first element)`.
+#[inline(always)]
+fn each<L: Lanes>(l: L, s: &mut [f32], vectors: usize, f: impl Fn(L::V, usize, usize) -> L::V) {
+    for (key, row) in s.chunks_exact_mut(vectors * L::LANES).enumerate() {
+        for (j, x) in row.chunks_exact_mut(L::LANES).enumerate() {
+            l.store(f(l.load(x), key, j * L::LANES), x);
+        }
+    }
+}

@@ -1,0 +1,230 @@
+//! Outputs cut into blocks of rows that different threads write at the same time.
+#![allow(unsafe_code, reason = "threads write disjoint rows of one slice, which borrows alone cannot express for strided views")]
+
+use core::marker::PhantomData;
+use core::ops::Range;
+use core::sync::atomic::{AtomicBool, Ordering};
+
+use super::{HeadsMut, Layout};
+use crate::Element;
+
+/// A writable view that several threads hold; rows of it are handed out by [`OutputBlocks`] alone.
+struct Shared<'a, T> {
+    data: *mut T,
+    layout: Layout<4>,
+    borrow: PhantomData<&'a mut [T]>,
+}
+
+// SAFETY: the pointer is only written through, by `Shared::segment`, whose callers hold distinct rows (`OutputBlocks::take`).
+unsafe impl<T: Send> Sync for Shared<'_, T> {}
+// SAFETY: as a `&mut [T]`, which is `Send` if `T` is.
+unsafe impl<T: Send> Send for Shared<'_, T> {}
+
+impl<'a, T> Shared<'a, T> {
+    fn new(view: HeadsMut<'a, T>) -> Self {
+        Self { data: view.data.as_mut_ptr(), layout: view.layout, borrow: PhantomData }
+    }
+
+    /// Calls `write(element, i)` for elements `columns` of a row.
+    ///
+    /// # Safety
+    /// No other thread may touch the row meanwhile.
+    #[inline(always)]
+    unsafe fn segment(&self, row: [usize; 3], columns: Range<usize>, mut write: impl FnMut(&mut T, usize)) {
+        let shape = self.layout.shape;
+        assert!(row[0] < shape[0] && row[1] < shape[1] && row[2] < shape[2] && columns.end <= shape[3]);
+        let start = self.layout.offset([row[0], row[1], row[2], 0]);
+        let stride = if shape[3] > 1 { self.layout.strides[3] } else { 1 };
+        let (first, len) = (columns.start, columns.len());
+        if stride == 1 {
+            // SAFETY: every index inside the shape lies inside the slice that `data` came from (`Layout::check`), and inside of
+            // the shape it is by the assertion; nobody else touches the row (the caller).
+            let segment = unsafe { core::slice::from_raw_parts_mut(self.data.add(start + first), len) };
+            segment.iter_mut().enumerate().for_each(|(i, x)| write(x, i));
+        } else {
+            for i in 0..len {
+                // SAFETY: as above.
+                write(unsafe { &mut *self.data.add(start + (first + i) * stride) }, i);
+            }
+        }
+    }
+}
+
+/// How the (head, query) plane of an output is cut: into blocks of `heads` heads, which do not cross a multiple of `group`, by
+/// `queries` queries.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Grid {
+    pub(crate) batch: usize,
+    pub(crate) num_heads: usize,
+    pub(crate) seqlen_q: usize,
+    pub(crate) group: usize,
+    pub(crate) heads: usize,
+    pub(crate) queries: usize,
+}
+
+impl Grid {
+    fn blocks_per_group(&self) -> usize {
+        self.group.div_ceil(self.heads)
+    }
+
+    /// Blocks along the heads.
+    pub(crate) fn head_blocks(&self) -> usize {
+        self.num_heads / self.group.max(1) * self.blocks_per_group()
+    }
+
+    /// Blocks along the queries.
+    pub(crate) fn query_blocks(&self) -> usize {
+        self.seqlen_q.div_ceil(self.queries)
+    }
+
+    /// Blocks in all. Saturates: no list of that length can be made.
+    pub(crate) fn len(&self) -> usize {
+        self.batch.saturating_mul(self.head_blocks()).saturating_mul(self.query_blocks())
+    }
+
+    /// Batch item, heads and queries of a block.
+    pub(crate) fn block(&self, index: usize) -> (usize, Range<usize>, Range<usize>) {
+        let (row, query_block) = (index / self.query_blocks(), index % self.query_blocks());
+        let (batch, head_block) = (row / self.head_blocks(), row % self.head_blocks());
+        let (group, part) = (head_block / self.blocks_per_group(), head_block % self.blocks_per_group());
+        let (first, end) = (group * self.group, (group + 1) * self.group);
+        let heads = first + part * self.heads..(first + (part + 1) * self.heads).min(end);
+        let queries = query_block * self.queries..((query_block + 1) * self.queries).min(self.seqlen_q);
+        (batch, heads, queries)
+    }
+}
+
+/// Attention weights as an output.
+pub(crate) struct WeightsOut<'a> {
+    pub(crate) view: HeadsMut<'a, f32>,
+    /// One plane for all heads, their mean; else one a head.
+    pub(crate) averaged: bool,
+}
+
+/// All outputs of an attention call, cut by a grid.
+pub(crate) struct OutputBlocks<'a, T> {
+    out: Shared<'a, T>,
+    lse: Option<Shared<'a, f32>>,
+    weights: Option<(Shared<'a, f32>, bool)>,
+    grid: Grid,
+    taken: &'a [AtomicBool],
+}
+
+impl<'a, T: Element> OutputBlocks<'a, T> {
+    /// `taken` has a `false` for every block.
+    pub(crate) fn new(
+        grid: Grid,
+        out: HeadsMut<'a, T>,
+        lse: Option<HeadsMut<'a, f32>>,
+        weights: Option<WeightsOut<'a>>,
+        taken: &'a [AtomicBool],
+    ) -> Self {
+        let averaged = weights.as_ref().is_some_and(|weights| weights.averaged);
+        assert!(!averaged || grid.heads == grid.num_heads, "averaged weights belong to blocks of all heads");
+        let weights = weights.map(|weights| (Shared::new(weights.view), averaged));
+        Self { out: Shared::new(out), lse: lse.map(Shared::new), weights, grid, taken }
+    }
+
+    /// The block, once; after that `None`.
+    pub(crate) fn take(&self, index: usize) -> Option<OutputBlock<'_, T>> {
+        // The flag alone decides; what the block's rows hold is not read by anybody until the parallel region has ended.
+        if self.taken.get(index)?.swap(true, Ordering::Relaxed) {
+            return None;
+        }
+        let (batch, heads, queries) = self.grid.block(index);
+        Some(OutputBlock { outputs: self, batch, heads, queries })
+    }
+}
+
+/// The rows of one block. There is at most one for each index, and different indices have different rows.
+pub(crate) struct OutputBlock<'b, T> {
+    outputs: &'b OutputBlocks<'b, T>,
+    pub(crate) batch: usize,
+    pub(crate) heads: Range<usize>,
+    pub(crate) queries: Range<usize>,
+}
+
+/// Where a kernel puts finished rows; `head` and `query` count from the first of the whole output.
+pub(crate) trait RowSink {
+    fn out(&mut self, head: usize, query: usize, row: &[f32]);
+    fn lse(&mut self, head: usize, query: usize, lse: f32);
+    /// Weights of keys `first_key..`. With averaged weights the heads add up, in the order of the calls, from head 0 on.
+    fn weights(&mut self, head: usize, query: usize, first_key: usize, row: &[f32]);
+    fn wants_lse(&self) -> bool;
+    fn wants_weights(&self) -> bool;
+}
+
+impl<T: Element> RowSink for OutputBlock<'_, T> {
+    fn out(&mut self, head: usize, query: usize, row: &[f32]) {
+        assert!(self.heads.contains(&head) && self.queries.contains(&query));
+        let write = |x: &mut T, i: usize| *x = T::from_f32_nearest(row[i]);
+        // SAFETY: the row is of this block, as just asserted, and `OutputBlocks::take` gave the block to nobody else; the output
+        // view's rows are disjoint in memory (`Layout::check_disjoint`).
+        unsafe { self.outputs.out.segment([self.batch, head, query], 0..row.len(), write) }
+    }
+
+    fn lse(&mut self, head: usize, query: usize, lse: f32) {
+        assert!(self.heads.contains(&head) && self.queries.contains(&query));
+        if let Some(shared) = &self.outputs.lse {
+            // SAFETY: as in `out`.
+            unsafe { shared.segment([self.batch, head, query], 0..1, |x, _| *x = lse) }
+        }
+    }
+
+    fn weights(&mut self, head: usize, query: usize, first_key: usize, row: &[f32]) {
+        assert!(self.heads.contains(&head) && self.queries.contains(&query));
+        let Some((shared, averaged)) = &self.outputs.weights else { return };
+        let columns = first_key..first_key + row.len();
+        if *averaged {
+            let share = 1.0 / self.outputs.grid.num_heads as f32;
+            let add = |x: &mut f32, i: usize| *x = if head == 0 { 0.0 } else { *x } + row[i] * share;
+            // SAFETY: as in `out`; the block has all heads (asserted in `new`), so the plane that they share is of this block.
+            unsafe { shared.segment([self.batch, 0, query], columns, add) }
+        } else {
+            // SAFETY: as in `out`.
+            unsafe { shared.segment([self.batch, head, query], columns, |x, i| *x = row[i]) }
+        }
+    }
+
+    fn wants_lse(&self) -> bool {
+        self.outputs.lse.is_some()
+    }
+
+    fn wants_weights(&self) -> bool {
+        self.outputs.weights.is_some()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn blocks_cover_every_row_once() {
+        for (num_heads, group, heads) in [(6, 3, 2), (6, 3, 3), (4, 1, 1), (5, 5, 4), (1, 1, 1), (6, 6, 6)] {
+            for (seqlen_q, queries) in [(7, 3), (6, 3), (1, 4), (0, 4)] {
+                let grid = Grid { batch: 2, num_heads, seqlen_q, group, heads, queries };
+                let mut seen = vec![0; 2 * num_heads * seqlen_q];
+                for index in 0..grid.len() {
+                    let (batch, heads, queries) = grid.block(index);
+                    assert_eq!(heads.start / group, (heads.end - 1) / group, "a block lies within one group");
+                    for head in heads {
+                        queries.clone().for_each(|query| seen[(batch * num_heads + head) * seqlen_q + query] += 1);
+                    }
+                }
+                assert!(seen.iter().all(|&n| n == 1), "{grid:?}: {seen:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_block_is_taken_once() {
+        let mut data = [0.0f32; 4];
+        let grid = Grid { batch: 1, num_heads: 2, seqlen_q: 2, group: 1, heads: 1, queries: 2 };
+        let taken = [const { AtomicBool::new(false) }; 2];
+        let out = HeadsMut::bhsd(&mut data, [1, 2, 2, 1]).unwrap();
+        let blocks = OutputBlocks::new(grid, out, None, None, &taken);
+        assert!(blocks.take(0).is_some() && blocks.take(0).is_none() && blocks.take(1).is_some());
+        assert!(blocks.take(2).is_none());
+    }
+}
