@@ -1,6 +1,6 @@
 //! The element types of operands: `f32`, `f16` and `bf16`.
 
-use half::{bf16, f16};
+use half::{bf16, f16, slice::HalfFloatSliceExt};
 
 mod sealed {
     pub trait Sealed {}
@@ -20,6 +20,9 @@ pub trait Element: Copy + Default + Send + Sync + core::fmt::Debug + PartialEq +
     fn to_f32(self) -> f32;
     /// Nearest value, ties to even; overflow gives infinity, NaN stays NaN.
     fn from_f32_nearest(x: f32) -> Self;
+    /// Nearest values of a slice, into one of the same length.
+    #[doc(hidden)]
+    fn store_nearest(from: &[f32], to: &mut [Self]);
     #[doc(hidden)]
     fn erase(slice: &[Self]) -> AnySlice<'_>;
 }
@@ -34,7 +37,7 @@ pub enum AnySlice<'a> {
 }
 
 macro_rules! element {
-    ($t:ty, $name:literal, $variant:ident, $to:expr, $from:expr) => {
+    ($t:ty, $name:literal, $variant:ident, $to:expr, $from:expr, $store:expr) => {
         impl sealed::Sealed for $t {}
         impl Element for $t {
             const NAME: &'static str = $name;
@@ -46,12 +49,15 @@ macro_rules! element {
             fn from_f32_nearest(x: f32) -> Self {
                 $from(x)
             }
+            fn store_nearest(from: &[f32], to: &mut [Self]) {
+                $store(from, to)
+            }
             fn erase(slice: &[Self]) -> AnySlice<'_> {
                 AnySlice::$variant(slice)
             }
         }
     };
 }
-element!(f32, "f32", F32, |x| x, |x| x);
-element!(f16, "f16", F16, f16::to_f32, f16::from_f32);
-element!(bf16, "bf16", Bf16, bf16::to_f32, bf16::from_f32);
+element!(f32, "f32", F32, |x| x, |x| x, |from: &[f32], to: &mut [f32]| to.copy_from_slice(from));
+element!(f16, "f16", F16, f16::to_f32, f16::from_f32, |from: &[f32], to: &mut [f16]| to.convert_from_f32_slice(from));
+element!(bf16, "bf16", Bf16, bf16::to_f32, bf16::from_f32, |from: &[f32], to: &mut [bf16]| to.convert_from_f32_slice(from));

@@ -100,12 +100,12 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
-    fn transpose(self, src: &[f32], src_stride: usize, dst: &mut [f32], dst_stride: usize) {
-        let mut rows = [f32x4::splat(0.0); 4];
-        for (i, row) in rows.iter_mut().enumerate() {
-            *row = self.load(&src[i * src_stride..]);
+    fn transpose(self, src: &[f32], src_stride: usize, rows: usize, dst: &mut [f32], dst_stride: usize) {
+        let mut r = [self.splat(0.0); Self::LANES];
+        for (i, row) in r.iter_mut().enumerate() {
+            *row = self.load(&src[i.min(rows - 1) * src_stride..]);
         }
-        for (i, column) in f32x4::transpose(rows).into_iter().enumerate() {
+        for (i, column) in f32x4::transpose(r).into_iter().enumerate() {
             self.store(column, &mut dst[i * dst_stride..]);
         }
     }

@@ -10,7 +10,7 @@ pub(crate) const BLOCK_K: usize = 128;
 
 /// Rows (queries of one or more heads) of a task. Long sequences take one head a task; short ones share K and V among the heads
 /// of a group.
-pub(crate) const BLOCK_ROWS: usize = 128;
+const BLOCK_ROWS: usize = 128;
 
 /// How one problem is cut on a level of `lanes` queries a vector.
 #[derive(Clone, Copy, Debug)]
@@ -19,7 +19,7 @@ pub(crate) struct Blocking {
     pub(crate) lanes: usize,
     /// Rows of a task at the most.
     pub(crate) rows: usize,
-    pub(crate) head_dim_padded: usize,
+    /// A multiple of `lanes`.
     pub(crate) head_dim_v_padded: usize,
     pub(crate) block_k: usize,
 }
@@ -27,8 +27,7 @@ pub(crate) struct Blocking {
 impl Blocking {
     /// With averaged weights a task has all heads, as it adds up their weights.
     pub(crate) fn new(problem: &Problem<'_>, lanes: usize, averaged_weights: bool) -> Result<Self> {
-        // Axes of stride 0 can be longer than any memory.
-        let padded = |dim: usize| dim.checked_next_multiple_of(lanes).ok_or(Error::Memory { bytes: usize::MAX });
+
         let queries = problem.seqlen_q.clamp(1, BLOCK_ROWS);
         let group = problem.group.max(1);
         let heads = (BLOCK_ROWS / queries).clamp(1, group);
@@ -46,8 +45,10 @@ impl Blocking {
             grid,
             lanes,
             rows: queries * (BLOCK_ROWS / queries).clamp(1, problem.group.max(1)),
-            head_dim_padded: padded(problem.head_dim)?,
-            head_dim_v_padded: padded(problem.head_dim_v)?,
+            head_dim_v_padded: problem
+                .head_dim_v
+                .checked_next_multiple_of(lanes)
+                .ok_or(Error::Memory { bytes: usize::MAX })?,
             block_k: problem.seqlen_k.clamp(1, BLOCK_K).next_multiple_of(lanes),
         })
     }

@@ -7,7 +7,7 @@
 //!         S = K Q^T                                   scores, in L1
 //!         S = rule(S)                                 scale, softcap, ALiBi, bias, -inf where hidden
 //!         P, row_max, row_sum, alpha = softmax(S)
-//!         O = alpha O + V^T P
+//!         O = alpha O + P V
 //! for each tile: out = O / row_sum, lse = row_max + ln(row_sum), weights in a second pass over the keys
 //! ```
 //!
@@ -16,13 +16,13 @@
 
 use core::ops::Range;
 
-use super::blocking::{BLOCK_ROWS, Blocking};
+use super::blocking::Blocking;
 use super::lanes::{Lanes, Op};
 use super::mask_tile::{self, Place, Verdict};
 use super::online::{Normalize, Probabilities, Softmax};
-use super::pack::{load_block, load_row};
+use super::pack::{load_row, load_rows};
 use super::score::{Rule, ScorePass};
-use super::scratch::{Areas, Scratch, tile_state};
+use super::scratch::{Areas, Scratch, Tile, tile_state};
 use super::tile::{AllFinite, CarefulValues, Rows, Scores, Transpose, Values};
 use crate::problem::Problem;
 use crate::view::{AnyHeads, RowSink};
@@ -40,8 +40,8 @@ pub(crate) struct Job<'a> {
 struct Scale {
     /// Factor of the scores before other rules; `None` if it is left to `c`.
     before: Option<f32>,
-    /// -1 for a negative scale that is left to `c`.
-    query_sign: f32,
+    /// Whether `c` stands for a negative scale, whose sign the queries then take.
+    negative: bool,
     /// `p = 2^(c * (score - max))`.
     c: f32,
     /// Natural-log units of a score as softmax sees it.
@@ -57,27 +57,12 @@ impl Scale {
         let additive = problem.softcap.is_some() || problem.alibi.is_some() || problem.bias.is_some();
         let moderate = (2f32.powi(-60)..2f32.powi(60)).contains(&scale.abs());
         if additive || !moderate {
-            Self { before: Some(scale), query_sign: 1.0, c: LOG2_E as f32, natural: 1.0 }
+            Self { before: Some(scale), negative: false, c: LOG2_E as f32, natural: 1.0 }
         } else {
             let natural = f64::from(scale.abs());
-            Self { before: None, query_sign: 1f32.copysign(scale), c: (natural * LOG2_E) as f32, natural }
+            Self { before: None, negative: scale < 0.0, c: (natural * LOG2_E) as f32, natural }
         }
     }
-}
-
-/// A vector or two of rows that are computed together.
-#[derive(Clone, Copy, Default)]
-struct Tile {
-    index: usize,
-    /// First row of the task, and how many; the lanes behind them are computed and dropped.
-    first: usize,
-    rows: usize,
-    vectors: usize,
-    /// Floats of one row of scores: a lane for each row.
-    lanes: usize,
-    /// Keys that at least one row may see, and keys that all rows may see.
-    any: (usize, usize),
-    all: (usize, usize),
 }
 
 /// Keys `first..first + count` of a head.
@@ -113,9 +98,9 @@ impl Op for Attend<'_, '_> {
         let Self { job, batch, heads, queries, scratch, sink } = self;
         let kv_head = job.problem.kv_head(heads.start);
         let pass = Pass { l, job, batch, kv_head, heads, queries, scale: Scale::new(job.problem) };
-        let mut areas = scratch.areas(job.problem, &job.blocking);
-        let mut tiles = [Tile::default(); MAX_TILES];
-        let tiles = pass.tiles(&mut tiles, areas.ranges);
+        let mut areas = scratch.areas();
+        let tiles = core::mem::take(&mut areas.tiles);
+        let tiles = pass.tiles(tiles, areas.ranges);
         for tile in tiles.iter() {
             pass.pack_queries(tile, &mut areas);
         }
@@ -132,9 +117,6 @@ impl Op for Attend<'_, '_> {
     }
 }
 
-/// Tiles of a task at the most: of the narrowest vectors.
-const MAX_TILES: usize = BLOCK_ROWS / (2 * 4);
-
 /// What stays the same over one [`Attend`].
 struct Pass<'a, L> {
     l: L,
@@ -150,11 +132,13 @@ impl<L: Lanes> Pass<'_, L> {
     /// Head and query of a row: all queries of the first head, then those of the second.
     fn row(&self, row: usize) -> (usize, usize) {
         let queries = self.queries.len();
-        (self.heads.start + row / queries, self.queries.start + row % queries)
+        // Most tasks have one head: spares two divisions a row.
+        let (head, query) = if row < queries { (0, row) } else { (row / queries, row % queries) };
+        (self.heads.start + head, self.queries.start + query)
     }
 
     /// Cuts the rows into tiles, and notes what each row may see.
-    fn tiles<'t>(&self, tiles: &'t mut [Tile; MAX_TILES], ranges: &mut [(usize, usize)]) -> &'t [Tile] {
+    fn tiles<'t>(&self, tiles: &'t mut [Tile], ranges: &mut [(usize, usize)]) -> &'t mut [Tile] {
         let problem = self.job.problem;
         let rows = self.heads.len() * self.queries.len();
         let everywhere = (problem.causal.is_none() && problem.window.is_none()).then(|| problem.key_length(self.batch));
@@ -177,30 +161,29 @@ impl<L: Lanes> Pass<'_, L> {
                     any = (any.0.min(lo), any.1.max(hi));
                 }
             }
-            *tile = Tile { index, first, rows, vectors, lanes: vectors * L::LANES, any, all };
+            *tile = Tile { index, first, rows, vectors, lanes: vectors * L::LANES, started: false, any, all };
         }
-        &tiles[..count]
+        &mut tiles[..count]
     }
 
     /// Queries into lanes, and a fresh state.
     fn pack_queries(&self, tile: &Tile, areas: &mut Areas<'_>) {
-        let Blocking { head_dim_padded: width, head_dim_v_padded, .. } = self.job.blocking;
-        let head_dim = self.job.problem.head_dim;
-        for (i, stage) in areas.stage.chunks_exact_mut(width.max(1)).take(tile.lanes).enumerate() {
-            if i >= tile.rows {
-                stage.fill(0.0);
-                continue;
+        let width = self.job.problem.head_dim;
+        let (head, query) = self.row(tile.first);
+        let src = if query + tile.rows <= self.queries.end {
+            load_rows(&self.job.q, [self.batch, head, query], tile.rows, 1, areas.stage)
+        } else {
+            for (i, row) in areas.stage.chunks_exact_mut(width.max(1)).take(tile.rows).enumerate() {
+                let (head, query) = self.row(tile.first + i);
+                load_row(&self.job.q, [self.batch, head, query], &mut row[..width]);
             }
-            let (head, query) = self.row(tile.first + i);
-            load_row(&self.job.q, [self.batch, head, query], &mut stage[..head_dim]);
-            if self.scale.query_sign < 0.0 {
-                stage[..head_dim].iter_mut().for_each(|x| *x = -*x);
-            }
-        }
+            Rows { data: areas.stage, stride: width, width, count: tile.rows }
+        };
         let dst = self.area_of(tile, areas.queries, width);
-        let (src, rows) = (&*areas.stage, tile.lanes);
-        self.l.vectorize(Transpose { src, src_stride: width, rows, columns: width, dst, dst_stride: tile.lanes });
-        self.area_of(tile, areas.o, head_dim_v_padded).fill(0.0);
+        self.l.vectorize(Transpose { src, dst, dst_stride: tile.lanes });
+        if self.scale.negative {
+            dst.iter_mut().for_each(|x| *x = -*x);
+        }
         tile_state(areas.states, &self.job.blocking, tile.index, tile.lanes).reset();
     }
 
@@ -210,10 +193,11 @@ impl<L: Lanes> Pass<'_, L> {
     }
 
     /// One block of keys and values against all tiles.
-    fn block(&self, tiles: &[Tile], block: Keys, areas: &mut Areas<'_>) {
+    fn block(&self, tiles: &mut [Tile], block: Keys, areas: &mut Areas<'_>) {
         let Job { problem, blocking, k, v, .. } = self.job;
-        let keys = load_block(k, self.batch, self.kv_head, block.first, block.count, areas.k);
-        let values = load_block(v, self.batch, self.kv_head, block.first, block.count, areas.v);
+        let at = [self.batch, self.kv_head, block.first];
+        let keys = load_rows(k, at, block.count, 1, areas.k);
+        let values = load_rows(v, at, block.count, L::LANES, areas.v);
         let mut finite = None;
         for tile in tiles {
             let Some(part) = tile.part(block) else { continue };
@@ -221,7 +205,7 @@ impl<L: Lanes> Pass<'_, L> {
             if verdict == Verdict::Hidden {
                 continue;
             }
-            let queries = &*self.area_of(tile, areas.queries, blocking.head_dim_padded);
+            let queries = &*self.area_of(tile, areas.queries, problem.head_dim);
             let s = &mut areas.s[..part.count * tile.lanes];
             let partial = self.scores(tile, part, rows_of(keys, block, part), queries, s, &mut Rulebook {
                 verdict,
@@ -232,8 +216,15 @@ impl<L: Lanes> Pass<'_, L> {
             let state = tile_state(areas.states, blocking, tile.index, tile.lanes);
             self.l.vectorize(Softmax { s, vectors: tile.vectors, c: self.scale.c, state });
             let alpha = &*tile_state(areas.states, blocking, tile.index, tile.lanes).alpha;
-            let o = &mut self.area_of(tile, areas.o, blocking.head_dim_v_padded)[..problem.head_dim_v * tile.lanes];
-            let step = Values { values: rows_of(values, block, part), p: s, vectors: tile.vectors, alpha, o };
+            let step = Values {
+                values: rows_of(values, block, part),
+                p: s,
+                lanes: tile.lanes,
+                rows: tile.rows,
+                alpha: tile.started.then_some(alpha),
+                o: self.area_of(tile, areas.o, blocking.head_dim_v_padded),
+            };
+            tile.started = true;
             if partial && !*finite.get_or_insert_with(|| self.l.vectorize(AllFinite(values))) {
                 self.note_seen(tile, part, areas.bias);
                 self.l.vectorize(CarefulValues { inner: step, seen: areas.bias });
@@ -330,13 +321,14 @@ impl<L: Lanes> Pass<'_, L> {
         state.alpha.copy_from_slice(norm);
         let width = blocking.head_dim_v_padded;
         let o = self.area_of(tile, areas.o, width);
-        self.l.vectorize(Normalize { o, norm: state.alpha });
-        let (src, dst, rows) = (&*o, &mut *areas.stage, width);
-        let columns = tile.lanes;
-        self.l.vectorize(Transpose { src, src_stride: tile.lanes, rows, columns, dst, dst_stride: width });
+        if tile.started {
+            self.l.vectorize(Normalize { o, width, norm: &state.alpha[..tile.rows] });
+        } else {
+            o.fill(0.0);
+        }
         for i in 0..tile.rows {
             let (head, query) = self.row(tile.first + i);
-            sink.out(head, query, &areas.stage[i * width..][..problem.head_dim_v]);
+            sink.out(head, query, &o[i * width..][..problem.head_dim_v]);
         }
         if sink.wants_weights() {
             self.weights(tile, areas, sink);
@@ -350,7 +342,12 @@ impl<L: Lanes> Pass<'_, L> {
             // Every score was -inf: hidden, or of infinite operands, which softmax cannot weigh.
             let (lo, hi) = problem.key_range(self.batch, query);
             let seen = (lo..hi).any(|key| problem.visible(self.batch, head, query, key));
-            return if seen { (f32::NAN, Some(f32::NAN)) } else { (0.0, Some(f32::NEG_INFINITY)) };
+            let sink = problem.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[head]);
+            return match seen {
+                false => (0.0, Some(f32::NEG_INFINITY)),
+                true if sink > f32::NEG_INFINITY => (0.0, Some(sink)),
+                true => (f32::NAN, Some(f32::NAN)),
+            };
         }
         if problem.sinks.is_none() && !wants_lse {
             return (1.0 / sum, None);
@@ -372,8 +369,8 @@ impl<L: Lanes> Pass<'_, L> {
             if let Some(part) = tile.part(block) {
                 let verdict = self.mask(tile, part, areas.bias, areas.stage);
                 if verdict != Verdict::Hidden {
-                    let keys = load_block(k, self.batch, self.kv_head, part.first, part.count, areas.k);
-                    let queries = &*self.area_of(tile, areas.queries, blocking.head_dim_padded);
+                    let keys = load_rows(k, [self.batch, self.kv_head, part.first], part.count, 1, areas.k);
+                    let queries = &*self.area_of(tile, areas.queries, problem.head_dim);
                     let s = &mut areas.s[(part.first - first) * tile.lanes..][..part.count * tile.lanes];
                     self.scores(tile, part, keys, queries, s, &mut Rulebook {
                         verdict,
@@ -387,11 +384,19 @@ impl<L: Lanes> Pass<'_, L> {
                 }
             }
             let (src, dst) = (&*areas.s, &mut *areas.stage);
-            let (rows, columns) = (block_k, tile.lanes);
-            self.l.vectorize(Transpose { src, src_stride: tile.lanes, rows, columns, dst, dst_stride: block_k });
+            let src = Rows { data: src, stride: tile.lanes, width: tile.lanes, count: block.count };
+            self.l.vectorize(Transpose { src, dst, dst_stride: block_k });
             for i in 0..tile.rows {
                 let (head, query) = self.row(tile.first + i);
-                sink.weights(head, query, first, &areas.stage[i * block_k..][..block.count]);
+                let row = &mut areas.stage[i * block_k..][..block.count];
+                if tile_state(areas.states, blocking, tile.index, tile.lanes).alpha[i].is_nan() {
+                    // NaN for the keys that the row sees; a hidden key weighs nothing in any row.
+                    for (key, weight) in row.iter_mut().enumerate() {
+                        let visible = problem.visible(self.batch, head, query, first + key);
+                        *weight = if visible { f32::NAN } else { 0.0 };
+                    }
+                }
+                sink.weights(head, query, first, row);
             }
         }
     }

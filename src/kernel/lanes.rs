@@ -39,8 +39,9 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     fn round(self, x: Self::V) -> Self::V;
     /// `p * 2^n` for integral `n` in -126..=127 and `p` in 0.5..2.
     fn scale_by_exp2(self, p: Self::V, n: Self::V) -> Self::V;
-    /// Transposes `LANES` rows of `LANES` elements, `src_stride` and `dst_stride` apart.
-    fn transpose(self, src: &[f32], src_stride: usize, dst: &mut [f32], dst_stride: usize);
+    /// Transposes a block: `dst[column * dst_stride + row] = src[row * src_stride + column]` for `LANES` rows and columns. Of
+    /// `rows` rows (at least 1) the last stands in for those that are missing.
+    fn transpose(self, src: &[f32], src_stride: usize, rows: usize, dst: &mut [f32], dst_stride: usize);
 
     /// Sum of the lanes, in an order that depends on the level alone.
     #[inline(always)]

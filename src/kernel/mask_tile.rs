@@ -1,7 +1,7 @@
 //! Boolean masks and biases of a tile, brought from rows of keys into lanes of queries.
 
 use super::lanes::Lanes;
-use super::tile::Transpose;
+use super::tile::{Rows, Transpose};
 use crate::mask::Broadcast;
 use crate::problem::Problem;
 
@@ -32,8 +32,8 @@ impl Place<'_> {
     }
 }
 
-/// Writes the sum of mask (0 or -inf) and bias to `bias`, `[keys][lanes]`, if it matters. `stage` has `lanes` rows of `stride`
-/// floats, `stride` at least the keys rounded up to vectors.
+/// Writes the sum of mask (0 or -inf) and bias to `bias`, `[keys][lanes]`, if it matters. `stage` has room
+/// for `lanes` rows of `stride` floats.
 pub(crate) fn build<L: Lanes>(
     l: L,
     problem: &Problem<'_>,
@@ -67,8 +67,8 @@ pub(crate) fn build<L: Lanes>(
             row.fill(stage[key]);
         }
     } else {
-        let columns = place.keys.next_multiple_of(L::LANES);
-        l.vectorize(Transpose { src: stage, src_stride: stride, rows: lanes, columns, dst: bias, dst_stride: lanes });
+        let src = Rows { data: stage, stride, width: place.keys, count: place.count };
+        l.vectorize(Transpose { src, dst: bias, dst_stride: lanes });
     }
     Verdict::Mixed
 }

@@ -12,4 +12,3 @@ pub(crate) mod scratch;
 mod tile;
 
 pub(crate) use lanes::{Lanes, Op};
-#[cfg(test)] mod scratch_bench;

@@ -129,9 +129,10 @@ impl Op for Probabilities<'_> {
     }
 }
 
-/// Multiplies each of the rows `[count][lanes]` by a vector.
+/// Multiplies each of the rows `[norm.len()][width]`, `width` a multiple of `LANES`, by its factor.
 pub(crate) struct Normalize<'a> {
     pub(crate) o: &'a mut [f32],
+    pub(crate) width: usize,
     pub(crate) norm: &'a [f32],
 }
 
@@ -139,11 +140,9 @@ impl Op for Normalize<'_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let stride = self.norm.len();
-        for j in (0..stride).step_by(L::LANES) {
-            let norm = l.load(&self.norm[j..]);
-            for row in self.o.chunks_exact_mut(stride) {
-                l.store(l.mul(l.load(&row[j..]), norm), &mut row[j..]);
+        for (row, norm) in self.o.chunks_exact_mut(self.width.max(1)).zip(self.norm) {
+            for x in row.chunks_exact_mut(L::LANES) {
+                l.store(l.mul(l.load(x), l.splat(*norm)), x);
             }
         }
     }

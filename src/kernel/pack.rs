@@ -9,13 +9,13 @@ use crate::view::AnyHeads;
 /// A power of two times 4 KiB between rows puts all of them in one set of the L1 cache: such blocks are copied.
 const SET_CONFLICT: usize = 4096 / size_of::<f32>();
 
-/// Keys `first..first + count` of a head as `f32` rows: in place if they lie so, else copied to `area`.
-pub(crate) fn load_block<'a>(
+/// Rows `first..first + count` of a head as `f32`: in place if they lie so and their width is a multiple of `multiple`, else
+/// copied to `area`, with zeros up to that multiple.
+pub(crate) fn load_rows<'a>(
     heads: &AnyHeads<'a>,
-    batch: usize,
-    head: usize,
-    first: usize,
+    [batch, head, first]: [usize; 3],
     count: usize,
+    multiple: usize,
     area: &'a mut [f32],
 ) -> Rows<'a> {
     let [_, _, _, width] = heads.layout.shape;
@@ -23,17 +23,20 @@ pub(crate) fn load_block<'a>(
     if width == 0 || count == 0 {
         return Rows { data: &[], stride: 0, width: 0, count };
     }
-    let offset = heads.layout.offset([batch, head, first, 0]);
     if let AnySlice::F32(data) = heads.data {
         let unit = step == 1 || width == 1;
-        if unit && (count == 1 || (stride >= width && stride % SET_CONFLICT != 0)) {
-            return Rows { data: &data[offset..], stride, width, count };
+        let apart = count == 1 || (stride >= width && stride % SET_CONFLICT != 0);
+        if unit && apart && width % multiple == 0 {
+            return Rows { data: &data[heads.layout.offset([batch, head, first, 0])..], stride, width, count };
         }
     }
-    for (i, row) in area.chunks_exact_mut(width).take(count).enumerate() {
+    let padded = width.next_multiple_of(multiple);
+    for (i, row) in area.chunks_exact_mut(padded).take(count).enumerate() {
+        let (row, padding) = row.split_at_mut(width);
         load_row(heads, [batch, head, first + i], row);
+        padding.fill(0.0);
     }
-    Rows { data: area, stride: width, width, count }
+    Rows { data: area, stride: padded, width: padded, count }
 }
 
 /// One row as `f32`.

@@ -10,7 +10,29 @@ use crate::{Error, Result};
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Scratch {
     floats: Buffer,
+    /// Sizes of the parts for the problem that `reserve` saw last.
+    sizes: [usize; PARTS],
     ranges: Vec<(usize, usize)>,
+    tiles: Vec<Tile>,
+}
+
+const PARTS: usize = 9;
+
+/// A vector or two of rows that are computed together.
+#[derive(Clone, Copy, Debug, Default)]
+pub(crate) struct Tile {
+    pub(crate) index: usize,
+    /// First row of the task, and how many; the lanes behind them are computed and dropped.
+    pub(crate) first: usize,
+    pub(crate) rows: usize,
+    pub(crate) vectors: usize,
+    /// Floats of one row of scores: a lane for each row.
+    pub(crate) lanes: usize,
+    /// Whether a block has been taken in.
+    pub(crate) started: bool,
+    /// Keys that at least one row may see, and keys that all rows may see.
+    pub(crate) any: (usize, usize),
+    pub(crate) all: (usize, usize),
 }
 
 /// Parts of the scratch. Every part starts at a cache line.
@@ -18,7 +40,7 @@ pub(crate) struct Areas<'a> {
     /// A block of keys, and one of values, as packed `f32` rows.
     pub(crate) k: &'a mut [f32],
     pub(crate) v: &'a mut [f32],
-    /// Of all tiles of a task: transposed queries, transposed output, running states.
+    /// Of all tiles of a task: transposed queries, output rows, running states.
     pub(crate) queries: &'a mut [f32],
     pub(crate) o: &'a mut [f32],
     pub(crate) states: &'a mut [f32],
@@ -30,17 +52,18 @@ pub(crate) struct Areas<'a> {
     pub(crate) pair: &'a mut [f32],
     /// Keys that each row may see.
     pub(crate) ranges: &'a mut [(usize, usize)],
+    pub(crate) tiles: &'a mut [Tile],
 }
 
 /// Sizes of the parts, in the order of [`Areas`]; `None` if they overflow.
-fn sizes(problem: &Problem<'_>, blocking: &Blocking) -> Option<[usize; 9]> {
+fn sizes(problem: &Problem<'_>, blocking: &Blocking) -> Option<[usize; PARTS]> {
     let (tile, tiles, block_k) = (blocking.tile(), blocking.tiles(), blocking.block_k);
     let rows = tiles * tile;
-    let widest = blocking.head_dim_padded.max(blocking.head_dim_v_padded).max(block_k);
+    let widest = problem.head_dim.max(block_k);
     let factors = [
         (block_k, problem.head_dim),
-        (block_k, problem.head_dim_v),
-        (rows, blocking.head_dim_padded),
+        (block_k, blocking.head_dim_v_padded),
+        (rows, problem.head_dim),
         (rows, blocking.head_dim_v_padded),
         (rows, 3),
         (tile, block_k),
@@ -48,7 +71,7 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking) -> Option<[usize; 9]> {
         (tile, widest),
         (tile, 2),
     ];
-    let mut sizes = [0; 9];
+    let mut sizes = [0; PARTS];
     for (size, (count, width)) in sizes.iter_mut().zip(factors) {
         *size = count.checked_mul(width)?.checked_next_multiple_of(16)?;
     }
@@ -58,25 +81,31 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking) -> Option<[usize; 9]> {
 impl Scratch {
     /// Makes room for a problem.
     pub(crate) fn reserve(&mut self, problem: &Problem<'_>, blocking: &Blocking) -> Result<()> {
-        let floats = sizes(problem, blocking).and_then(|sizes| sizes.iter().try_fold(0usize, |sum, &x| sum.checked_add(x)));
-        self.floats.reserve(floats.ok_or(Error::Memory { bytes: usize::MAX })?)?;
-        grow(&mut self.ranges, blocking.tiles() * blocking.tile(), || (0, 0))
+        let too_large = Error::Memory { bytes: usize::MAX };
+        self.sizes = sizes(problem, blocking).ok_or(too_large.clone())?;
+        let floats = self.sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size)).ok_or(too_large)?;
+        self.floats.reserve(floats)?;
+        grow(&mut self.ranges, blocking.tiles() * blocking.tile(), Default::default)?;
+        grow(&mut self.tiles, blocking.tiles(), Tile::default)
     }
 
-    /// The parts, for a problem that `reserve` has seen.
-    pub(crate) fn areas(&mut self, problem: &Problem<'_>, blocking: &Blocking) -> Areas<'_> {
+    /// The parts, for the problem that `reserve` has seen last.
+    pub(crate) fn areas(&mut self) -> Areas<'_> {
         let mut rest = self.floats.as_mut_slice();
-        let [k, v, queries, o, states, s, bias, stage, pair] = sizes(problem, blocking).expect("reserve has computed the same sizes").map(|size| {
+        let [k, v, queries, o, states, s, bias, stage, pair] = self.sizes.map(|size| {
             let (part, tail) = core::mem::take(&mut rest).split_at_mut(size);
             rest = tail;
             part
         });
-        Areas { k, v, queries, o, states, s, bias, stage, pair, ranges: &mut self.ranges }
+        let (ranges, tiles) = (&mut self.ranges[..], &mut self.tiles[..]);
+        Areas { k, v, queries, o, states, s, bias, stage, pair, ranges, tiles }
     }
 
     /// Bytes on the heap.
     pub(crate) fn bytes(&self) -> usize {
-        self.floats.bytes() + self.ranges.capacity() * size_of::<(usize, usize)>()
+        self.floats.bytes()
+            + self.ranges.capacity() * size_of::<(usize, usize)>()
+            + self.tiles.capacity() * size_of::<Tile>()
     }
 }
 

@@ -25,26 +25,26 @@ impl<'a, T> Shared<'a, T> {
         Self { data: view.data.as_mut_ptr(), layout: view.layout, borrow: PhantomData }
     }
 
-    /// Calls `write(element, i)` for elements `columns` of a row.
+    /// Hands columns `first..first + len` of a row to `write`, in pieces `(elements, index of the first in 0..len)`: all at once
+    /// if they are contiguous, else one by one.
     ///
     /// # Safety
     /// No other thread may touch the row meanwhile.
     #[inline(always)]
-    unsafe fn segment(&self, row: [usize; 3], columns: Range<usize>, mut write: impl FnMut(&mut T, usize)) {
+    unsafe fn segment(&self, row: [usize; 3], first: usize, len: usize, mut write: impl FnMut(&mut [T], usize)) {
         let shape = self.layout.shape;
-        assert!(row[0] < shape[0] && row[1] < shape[1] && row[2] < shape[2] && columns.end <= shape[3]);
+        assert!(row[0] < shape[0] && row[1] < shape[1] && row[2] < shape[2]);
+        assert!(first <= shape[3] && len <= shape[3] - first);
         let start = self.layout.offset([row[0], row[1], row[2], 0]);
-        let stride = if shape[3] > 1 { self.layout.strides[3] } else { 1 };
-        let (first, len) = (columns.start, columns.len());
-        if stride == 1 {
+        let stride = self.layout.strides[3];
+        if stride == 1 && len > 0 {
             // SAFETY: every index inside the shape lies inside the slice that `data` came from (`Layout::check`), and inside of
-            // the shape it is by the assertion; nobody else touches the row (the caller).
-            let segment = unsafe { core::slice::from_raw_parts_mut(self.data.add(start + first), len) };
-            segment.iter_mut().enumerate().for_each(|(i, x)| write(x, i));
+            // the shape it is by the assertions; nobody else touches the row (the caller).
+            write(unsafe { core::slice::from_raw_parts_mut(self.data.add(start + first), len) }, 0);
         } else {
             for i in 0..len {
                 // SAFETY: as above.
-                write(unsafe { &mut *self.data.add(start + (first + i) * stride) }, i);
+                write(unsafe { core::slice::from_raw_parts_mut(self.data.add(start + (first + i) * stride), 1) }, i);
             }
         }
     }
@@ -157,32 +157,36 @@ pub(crate) trait RowSink {
 impl<T: Element> RowSink for OutputBlock<'_, T> {
     fn out(&mut self, head: usize, query: usize, row: &[f32]) {
         assert!(self.heads.contains(&head) && self.queries.contains(&query));
-        let write = |x: &mut T, i: usize| *x = T::from_f32_nearest(row[i]);
+        let write = |to: &mut [T], i: usize| T::store_nearest(&row[i..i + to.len()], to);
         // SAFETY: the row is of this block, as just asserted, and `OutputBlocks::take` gave the block to nobody else; the output
         // view's rows are disjoint in memory (`Layout::check_disjoint`).
-        unsafe { self.outputs.out.segment([self.batch, head, query], 0..row.len(), write) }
+        unsafe { self.outputs.out.segment([self.batch, head, query], 0, row.len(), write) }
     }
 
     fn lse(&mut self, head: usize, query: usize, lse: f32) {
         assert!(self.heads.contains(&head) && self.queries.contains(&query));
         if let Some(shared) = &self.outputs.lse {
             // SAFETY: as in `out`.
-            unsafe { shared.segment([self.batch, head, query], 0..1, |x, _| *x = lse) }
+            unsafe { shared.segment([self.batch, head, query], 0, 1, |to, _| to[0] = lse) }
         }
     }
 
     fn weights(&mut self, head: usize, query: usize, first_key: usize, row: &[f32]) {
         assert!(self.heads.contains(&head) && self.queries.contains(&query));
         let Some((shared, averaged)) = &self.outputs.weights else { return };
-        let columns = first_key..first_key + row.len();
         if *averaged {
             let share = 1.0 / self.outputs.grid.num_heads as f32;
-            let add = |x: &mut f32, i: usize| *x = if head == 0 { 0.0 } else { *x } + row[i] * share;
+            let add = |to: &mut [f32], i: usize| {
+                for (x, p) in to.iter_mut().zip(&row[i..]) {
+                    *x = if head == 0 { 0.0 } else { *x } + p * share;
+                }
+            };
             // SAFETY: as in `out`; the block has all heads (asserted in `new`), so the plane that they share is of this block.
-            unsafe { shared.segment([self.batch, 0, query], columns, add) }
+            unsafe { shared.segment([self.batch, 0, query], first_key, row.len(), add) }
         } else {
+            let write = |to: &mut [f32], i: usize| to.copy_from_slice(&row[i..i + to.len()]);
             // SAFETY: as in `out`.
-            unsafe { shared.segment([self.batch, head, query], columns, |x, i| *x = row[i]) }
+            unsafe { shared.segment([self.batch, head, query], first_key, row.len(), write) }
         }
     }
 

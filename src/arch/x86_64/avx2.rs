@@ -122,10 +122,10 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn transpose(self, src: &[f32], src_stride: usize, dst: &mut [f32], dst_stride: usize) {
-        let mut r = [self.splat(0.0); 8];
+    fn transpose(self, src: &[f32], src_stride: usize, rows: usize, dst: &mut [f32], dst_stride: usize) {
+        let mut r = [self.splat(0.0); Self::LANES];
         for (i, row) in r.iter_mut().enumerate() {
-            *row = self.load(&src[i * src_stride..]);
+            *row = self.load(&src[i.min(rows - 1) * src_stride..]);
         }
         let columns = avx2!(transpose8(r));
         for (i, column) in columns.into_iter().enumerate() {
