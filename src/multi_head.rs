@@ -1,5 +1,6 @@
 //! The one-call API and the plan behind it: tasks over batch, heads and query blocks, heaviest first, in one parallel region.
 
+use core::cmp::Reverse;
 use core::fmt;
 use core::sync::atomic::{AtomicBool, Ordering};
 use std::cell::Cell;
@@ -8,7 +9,7 @@ use crate::kernel::blocking::Blocking;
 use crate::kernel::fused::{Attend, Job};
 use crate::kernel::scratch::Scratch;
 use crate::problem::Problem;
-use crate::view::{AnyHeads, OutputBlocks, WeightsOut};
+use crate::view::{AnyHeads, Grid, OutputBlocks, WeightsOut};
 use crate::workspace::grow;
 use crate::{Element, Error, Heads, HeadsMut, Level, Options, Result, parallel};
 
@@ -125,13 +126,15 @@ impl<'a, O> Outputs<'a, O> {
 struct Workspace {
     scratch: Vec<Scratch>,
     tasks: Vec<Task>,
+    /// Visible pairs of one head, and index, of each batch item.
+    batches: Vec<(u64, usize)>,
     taken: Vec<AtomicBool>,
 }
 
 /// Eight bytes, as there is one for every 128 queries of a head.
 #[derive(Clone, Copy, Debug, Default)]
 struct Task {
-    /// Visible (query, key) pairs, saturated.
+    /// Visible (query, key) pairs of one of its heads, saturated.
     pairs: u32,
     /// Block of the grid.
     block: u32,
@@ -167,15 +170,7 @@ impl Workspace {
         grow(&mut self.tasks, blocks, Task::default)?;
         grow(&mut self.taken, blocks, AtomicBool::default)?;
         self.tasks.truncate(blocks);
-        let mut pairs = 0u64;
-        for (block, task) in self.tasks.iter_mut().enumerate() {
-            let (batch, heads, queries) = blocking.grid.block(block);
-            let visible = problem.visible_pairs(batch, queries).saturating_mul(heads.len() as u64);
-            pairs = pairs.saturating_add(visible);
-            *task = Task { pairs: u32::try_from(visible).unwrap_or(u32::MAX), block: block as u32 };
-        }
-        // Heaviest first, so that the last tasks to finish are small ones; in order where they weigh the same.
-        self.tasks.sort_unstable_by_key(|task| (core::cmp::Reverse(task.pairs), task.block));
+        let pairs = self.order_tasks(&problem, &blocking.grid)?;
         let work = pairs.saturating_mul((problem.head_dim.saturating_add(problem.head_dim_v)) as u64);
         let threads = if work < SERIAL_BELOW { 1 } else { parallel::current_threads().clamp(1, blocks.max(1)) };
         if self.scratch.len() < threads {
@@ -187,9 +182,42 @@ impl Workspace {
         Ok(Prepared { problem, blocking, level, threads, averaged, pairs })
     }
 
+    /// Fills the task list and returns the visible pairs of all heads.
+    ///
+    /// Batch items go by weight, the query blocks of each head heaviest first, so that what is left at the end is small. Heads
+    /// stay together: their tasks share K and V in cache (causal, D 128, S 2048: 0.60 of full if all blocks of all heads are
+    /// sorted by weight, 0.54 so).
+    fn order_tasks(&mut self, problem: &Problem<'_>, grid: &Grid) -> Result<u64> {
+        let (head_blocks, query_blocks) = (grid.head_blocks(), grid.query_blocks());
+        self.batches.clear();
+        grow(&mut self.batches, grid.batch, Default::default)?;
+        for (batch, (pairs, index)) in self.batches.iter_mut().enumerate() {
+            (*pairs, *index) = (problem.visible_pairs(batch, 0..grid.seqlen_q), batch);
+        }
+        self.batches.sort_unstable_by_key(|&(pairs, batch)| (Reverse(pairs), batch));
+        let item_blocks = head_blocks * query_blocks;
+        for (&(_, batch), item) in self.batches.iter().zip(self.tasks.chunks_exact_mut(item_blocks.max(1))) {
+            let (first, others) = item.split_at_mut(query_blocks);
+            for (block, task) in (batch * item_blocks..).zip(first.iter_mut()) {
+                let pairs = problem.visible_pairs(batch, grid.block(block).2);
+                *task = Task { pairs: u32::try_from(pairs).unwrap_or(u32::MAX), block: block as u32 };
+            }
+            first.sort_unstable_by_key(|task| (Reverse(task.pairs), task.block));
+            // Every head of an item sees the same pairs.
+            for (i, head) in others.chunks_exact_mut(query_blocks).enumerate() {
+                for (task, like) in head.iter_mut().zip(&*first) {
+                    *task = Task { block: like.block + ((i + 1) * query_blocks) as u32, ..*like };
+                }
+            }
+        }
+        let per_head = self.batches.iter().fold(0u64, |sum, &(pairs, _)| sum.saturating_add(pairs));
+        Ok(per_head.saturating_mul(grid.num_heads as u64))
+    }
+
     fn bytes(&self) -> usize {
         self.scratch.iter().map(Scratch::bytes).sum::<usize>()
             + self.scratch.capacity() * size_of::<Scratch>()
+            + self.batches.capacity() * size_of::<(u64, usize)>()
             + self.tasks.capacity() * size_of::<Task>()
             + self.taken.capacity() * size_of::<AtomicBool>()
     }
