@@ -7,6 +7,8 @@ mod parallel;
 pub use element::Element;
 pub use error::{Error, Result};
 mod arch;
+pub mod attention;
+pub mod gemm;
 mod kernel;
 mod level;
 mod mask;

@@ -80,9 +80,10 @@ pub fn multi_head_with<Q: Element, K: Element, V: Element, O: Element>(
         /// Taken out for the length of a call, so that nothing is borrowed while other work may run on this thread.
         static SPARE: Cell<Option<Workspace>> = const { Cell::new(None) };
     }
-    let mut workspace = SPARE.take().unwrap_or_default();
+    // A thread that is ending may have dropped it already.
+    let mut workspace = SPARE.try_with(Cell::take).ok().flatten().unwrap_or_default();
     let result = run(q, k, v, outputs, options, &mut workspace);
-    SPARE.set(Some(workspace));
+    let _ = SPARE.try_with(|spare| spare.set(Some(workspace)));
     result
 }
 
@@ -308,7 +309,14 @@ fn run<Q: Element, K: Element, V: Element, O: Element>(
 ) -> Result<()> {
     let level = Level::resolve(options.level)?;
     let problem = Problem::new(q.shape(), k.shape(), v.shape(), options)?;
-    let outputs = outputs.check(&problem)?;
+    let mut outputs = outputs.check(&problem)?;
+    if problem.num_heads == 0 {
+        // No task has a row, but the mean of no heads has elements.
+        if let Some(weights) = &mut outputs.weights {
+            weights.view.fill(0.0);
+        }
+        return Ok(());
+    }
     if outputs.is_empty() {
         return Ok(());
     }

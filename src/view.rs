@@ -2,11 +2,7 @@
 
 mod blocks;
 
-pub(crate) use blocks::{Grid, OutputBlock, OutputBlocks, RowSink, WeightsOut};
-
-
-
-
+pub(crate) use blocks::{Grid, OutputBlocks, RowSink, WeightsOut};
 
 use crate::{Element, Error, Result, element::AnySlice};
 
@@ -288,6 +284,27 @@ impl<'a, T: Copy, const N: usize> ViewMut<'a, T, N> {
     }
 }
 
+impl Layout<2> {
+    fn as_head(&self) -> Layout<4> {
+        let ([rows, columns], [row, column]) = (self.shape, self.strides);
+        Layout { shape: [1, 1, rows, columns], strides: [0, 0, row, column] }
+    }
+}
+
+impl<'a, T: Copy> View<'a, T, 2> {
+    /// The only head of the only batch item.
+    pub(crate) fn as_head(&self) -> View<'a, T, 4> {
+        View { data: self.data, layout: self.layout.as_head() }
+    }
+}
+
+impl<'a, T: Copy> ViewMut<'a, T, 2> {
+    /// The only head of the only batch item.
+    pub(crate) fn into_head(self) -> ViewMut<'a, T, 4> {
+        ViewMut { layout: self.layout.as_head(), data: self.data }
+    }
+}
+
 impl<'a, T: Copy> View<'a, T, 4> {
     /// Packed (batch, heads, seq, dim), the layout of PyTorch's `scaled_dot_product_attention`.
     ///
@@ -321,6 +338,16 @@ impl<'a, T: Copy> View<'a, T, 4> {
 }
 
 impl<'a, T: Copy> ViewMut<'a, T, 4> {
+    /// Sets every element.
+    pub(crate) fn fill(&mut self, value: T) {
+        let [batch, heads, seq, dim] = self.layout.shape;
+        for (b, h, i) in (0..batch).flat_map(|b| (0..heads).flat_map(move |h| (0..seq).map(move |i| (b, h, i)))) {
+            for d in 0..dim {
+                self.data[self.layout.offset([b, h, i, d])] = value;
+            }
+        }
+    }
+
     /// Packed (batch, heads, seq, dim).
     ///
     /// # Errors

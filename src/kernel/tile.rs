@@ -151,19 +151,25 @@ impl Op for Values<'_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(mut self, l: L) {
-        let mut row = 0;
-        while row < self.rows {
-            let rows = tile_rows(self.rows - row, L::MR);
-            let mut column = 0;
-            while column + 2 * L::LANES <= self.values.width {
-                with_constant!(rows, MR => value_tile::<L, 2, MR>(l, &mut self, row, column));
-                column += 2 * L::LANES;
-            }
-            if column < self.values.width {
-                with_constant!(rows, MR => value_tile::<L, 1, MR>(l, &mut self, row, column));
-            }
-            row += rows;
+        // Columns outside: a panel of V, 128 keys by two vectors, stays in L1 while all rows meet it.
+        let mut column = 0;
+        while column + 2 * L::LANES <= self.values.width {
+            value_panel::<L, 2>(l, &mut self, column);
+            column += 2 * L::LANES;
         }
+        if column < self.values.width {
+            value_panel::<L, 1>(l, &mut self, column);
+        }
+    }
+}
+
+#[inline(always)]
+fn value_panel<L: Lanes, const NV: usize>(l: L, op: &mut Values<'_>, column: usize) {
+    let mut row = 0;
+    while row < op.rows {
+        let rows = tile_rows(op.rows - row, L::MR);
+        with_constant!(rows, MR => value_tile::<L, NV, MR>(l, op, row, column));
+        row += rows;
     }
 }
 
