@@ -193,14 +193,15 @@ impl Workspace {
         self.batches.clear();
         grow(&mut self.batches, grid.batch, Default::default)?;
         for (batch, (pairs, index)) in self.batches.iter_mut().enumerate() {
-            (*pairs, *index) = (problem.visible_pairs(batch, 0..grid.seqlen_q), batch);
+            (*pairs, *index) = (problem.band(batch).pairs(0..grid.seqlen_q), batch);
         }
         self.batches.sort_unstable_by_key(|&(pairs, batch)| (Reverse(pairs), batch));
         let item_blocks = head_blocks * query_blocks;
         for (&(_, batch), item) in self.batches.iter().zip(self.tasks.chunks_exact_mut(item_blocks.max(1))) {
             let (first, others) = item.split_at_mut(query_blocks);
+            let band = problem.band(batch);
             for (block, task) in (batch * item_blocks..).zip(first.iter_mut()) {
-                let pairs = problem.visible_pairs(batch, grid.block(block).2);
+                let pairs = band.pairs(grid.block(block).2);
                 *task = Task { pairs: u32::try_from(pairs).unwrap_or(u32::MAX), block: block as u32 };
             }
             first.sort_unstable_by_key(|task| (Reverse(task.pairs), task.block));

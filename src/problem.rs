@@ -1,5 +1,7 @@
 //! One attention problem: the sizes and options of a call, checked once, and the rule for which query sees which key.
 
+use core::ops::Range;
+
 use crate::mask::Broadcast;
 use crate::{Diagonal, Error, Options, Result, Window};
 
@@ -106,38 +108,22 @@ impl<'a> Problem<'a> {
         query as i128 + diagonal.offset(self.seqlen_q, self.key_length(batch)) as i128
     }
 
-    /// The keys `lo..hi` that causality, window and key length together let a query see. Always `lo <= hi <= seqlen_k`,
-    /// and both ends never fall from one query to the next: `lo` of the first and `hi` of the last bound a block of
-    /// queries, `lo` of the last to `hi` of the first is what all of it sees.
-    pub(crate) fn key_range(&self, batch: usize, query: usize) -> (usize, usize) {
-        let len = self.key_length(batch) as i128;
-        let (mut lo, mut hi) = (0, len);
-        if let Some(diagonal) = self.causal {
-            hi = hi.min(self.position(diagonal, batch, query) + 1);
-        }
+    /// What causality, window and key length let the queries of a batch item see.
+    pub(crate) fn band(&self, batch: usize) -> Band {
+        let shift = |diagonal| self.position(diagonal, batch, 0);
+        let causal = self.causal.map(|diagonal| shift(diagonal) + 1);
+        let (mut from, mut to) = (None, causal);
         if let Some(Window { left, right, diagonal }) = self.window {
-            let position = self.position(diagonal, batch, query);
-            if let Some(left) = left {
-                lo = position - left as i128;
-            }
-            if let Some(right) = right {
-                hi = hi.min(position + right as i128 + 1);
-            }
+            from = left.map(|left| shift(diagonal) - left as i128);
+            let right = right.map(|right| shift(diagonal) + right as i128 + 1);
+            to = to.into_iter().chain(right).min();
         }
-        let hi = hi.clamp(0, len);
-        // The casts are exact: 0 <= lo <= hi <= len, which was a usize.
-        (lo.clamp(0, hi) as usize, hi as usize)
+        Band { len: self.key_length(batch), from, to }
     }
 
-    /// Pairs that causality, window and key length let a block of queries of one head see.
-    pub(crate) fn visible_pairs(&self, batch: usize, queries: core::ops::Range<usize>) -> u64 {
-        if self.causal.is_none() && self.window.is_none() {
-            return (self.key_length(batch) as u64).saturating_mul(queries.len() as u64);
-        }
-        queries.fold(0u64, |sum, query| {
-            let (lo, hi) = self.key_range(batch, query);
-            sum.saturating_add((hi - lo) as u64)
-        })
+    /// The keys `lo..hi` of [`Band::range`].
+    pub(crate) fn key_range(&self, batch: usize, query: usize) -> (usize, usize) {
+        self.band(batch).range(query)
     }
 
     /// Whether causality, window, key length, mask and bias all let a query see a key.
@@ -154,6 +140,52 @@ impl<'a> Problem<'a> {
         self.alibi.map_or(0.0, |(slopes, diagonal)| {
             -slopes[head] * (self.position(diagonal, batch, query) - key as i128).unsigned_abs() as f32
         })
+    }
+}
+
+/// The keys of a sequence that a query may see, mask and bias aside: those between two diagonals.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Band {
+    len: usize,
+    /// Query `i` sees keys from `i + from` up to and without `i + to`. Exact, whatever offsets and windows were given.
+    from: Option<i128>,
+    to: Option<i128>,
+}
+
+impl Band {
+    /// The keys `lo..hi` that a query may see. Always `lo <= hi <= len`, and both ends never fall from one query to the next.
+    pub(crate) fn range(&self, query: usize) -> (usize, usize) {
+        // The casts are exact: 0 <= lo <= hi <= len, which was a usize.
+        let end = |shift: Option<i128>, top: usize, none| {
+            shift.map_or(none, |shift| (query as i128 + shift).clamp(0, top as i128) as usize)
+        };
+        let hi = end(self.to, self.len, self.len);
+        (end(self.from, hi, 0), hi)
+    }
+
+    /// Sum of `hi - lo` over some queries, saturated: a difference of two sums of clamped lines, in constant time.
+    pub(crate) fn pairs(&self, queries: Range<usize>) -> u64 {
+        if let (Some(from), Some(to)) = (self.from, self.to) {
+            if from >= to {
+                return 0;
+            }
+        }
+        let all = self.len as u128 * queries.len() as u128;
+        let hi = self.to.map_or(all, |to| self.sum(to, &queries));
+        let lo = self.from.map_or(0, |from| self.sum(from, &queries));
+        u64::try_from(hi.saturating_sub(lo)).unwrap_or(u64::MAX)
+    }
+
+    /// Sum of `clamp(query + shift, 0, len)`, saturated.
+    fn sum(&self, shift: i128, queries: &Range<usize>) -> u128 {
+        let (first, end, len) = (queries.start as i128, queries.end as i128, self.len as i128);
+        let rises = (-shift).clamp(first, end.max(first));
+        let full = (len - shift).clamp(rises, end.max(rises));
+        let slope = match (full - rises) as u128 {
+            0 => 0,
+            n => n.saturating_mul((rises + shift + full - 1 + shift) as u128) / 2,
+        };
+        slope.saturating_add((end.max(full) - full) as u128 * len as u128)
     }
 }
 
@@ -273,6 +305,11 @@ mod tests {
 
     fn check_all_queries(p: &Problem<'_>) {
         let mut before = (0, 0);
+        for start in 0..=p.seqlen_q {
+            let pairs = |query| p.key_range(0, query).1 - p.key_range(0, query).0;
+            let sum: usize = (start..p.seqlen_q).map(pairs).sum();
+            assert_eq!(p.band(0).pairs(start..p.seqlen_q), sum as u64, "{p:?} from {start}");
+        }
         for query in 0..p.seqlen_q {
             let (lo, hi) = p.key_range(0, query);
             assert!(lo <= hi && hi <= p.seqlen_k, "{p:?} query {query}: {lo}..{hi}");

@@ -4,9 +4,10 @@
 //! cargo run --release --example quickstart
 //! ```
 //!
-//! Takes the queries, keys and values of one layer of a real sentence model (all-MiniLM-L6-v2, 12 heads of 32), runs them
-//! through [`MultiHead`], compares the result with PyTorch's, times it, and then looks at what the heads attend to: as a table
-//! here, and as heat maps in `attention_heads.svg`. The same numbers seen as *one* head of 384 stand beside it.
+//! Takes the queries, keys and values of one layer of a real sentence model (all-MiniLM-L6-v2, 12 heads of 32), runs
+//! them through [`MultiHead`], compares the result with PyTorch's, times it, and then looks at what the heads attend
+//! to: as a table here, and as heat maps in `attention_heads.svg`. The same numbers seen as *one* head of 384 stand
+//! beside it.
 
 mod heads;
 mod minilm;
@@ -75,7 +76,8 @@ struct Attention {
 
 /// Attention with so many heads: 12 as the model was trained, or 1 as wide as all of them.
 ///
-/// q, k, v lie as a projection leaves them, (batch, seqlen, width). How many heads that is, is only how it is looked at.
+/// q, k, v lie as a projection leaves them, (batch, seqlen, width). How many heads that is, is only how it is looked
+/// at.
 fn attend(model: &MiniLm, num_heads: usize) -> polyhead::Result<Attention> {
     let MiniLm { batch, seqlen, width, .. } = *model;
     let head_dim = width / num_heads;

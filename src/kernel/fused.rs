@@ -141,12 +141,9 @@ impl<L: Lanes> Pass<'_, L> {
     fn tiles<'t>(&self, tiles: &'t mut [Tile], ranges: &mut [(usize, usize)]) -> &'t mut [Tile] {
         let problem = self.job.problem;
         let rows = self.heads.len() * self.queries.len();
-        let everywhere = (problem.causal.is_none() && problem.window.is_none()).then(|| problem.key_length(self.batch));
+        let band = problem.band(self.batch);
         for (row, range) in ranges.iter_mut().take(rows).enumerate() {
-            *range = match everywhere {
-                Some(len) => (0, len),
-                None => problem.key_range(self.batch, self.row(row).1),
-            };
+            *range = band.range(self.row(row).1);
         }
         let width = self.job.blocking.tile();
         let count = rows.div_ceil(width);

@@ -142,7 +142,8 @@ impl Op for Normalize<'_> {
     fn run<L: Lanes>(self, l: L) {
         for (row, norm) in self.o.chunks_exact_mut(self.width.max(1)).zip(self.norm) {
             for x in row.chunks_exact_mut(L::LANES) {
-                l.store(l.mul(l.load(x), l.splat(*norm)), x);
+                // Adding 0 makes +0 of -0: which of them a sum that underflows has come to can depend on hidden values.
+                l.store(l.fma(l.load(x), l.splat(*norm), l.splat(0.0)), x);
             }
         }
     }
