@@ -19,10 +19,10 @@ use core::ops::Range;
 use super::blocking::Blocking;
 use super::lanes::{Lanes, Op};
 use super::mask_tile::{self, Place, Verdict};
-use super::online::{Normalize, Probabilities, Softmax};
+use super::online::{RowState, Softmax};
 use super::pack::{load_row, load_rows};
 use super::score::{Rule, ScorePass};
-use super::scratch::{Areas, Scratch, Tile, tile_state};
+use super::scratch::{Areas, Scratch, Tile, Work, tile_state};
 use super::tile::{AllFinite, CarefulValues, Rows, Scores, Transpose, Values};
 use crate::problem::Problem;
 use crate::view::{AnyHeads, RowSink};
@@ -37,15 +37,15 @@ pub(crate) struct Job<'a> {
 }
 
 /// How raw products become powers of two.
-struct Scale {
+pub(super) struct Scale {
     /// Factor of the scores before other rules; `None` if it is left to `c`.
     before: Option<f32>,
     /// Whether `c` stands for a negative scale, whose sign the queries then take.
     negative: bool,
     /// `p = 2^(c * (score - max))`.
-    c: f32,
+    pub(super) c: f32,
     /// Natural-log units of a score as softmax sees it.
-    natural: f64,
+    pub(super) natural: f64,
 }
 
 impl Scale {
@@ -67,15 +67,15 @@ impl Scale {
 
 /// Keys `first..first + count` of a head.
 #[derive(Clone, Copy)]
-struct Keys {
-    first: usize,
-    count: usize,
+pub(super) struct Keys {
+    pub(super) first: usize,
+    pub(super) count: usize,
 }
 
 impl Tile {
     /// The part of a block of keys that the tile looks at. It starts at a multiple of four keys, so that a key is always in
     /// the same partial sum of softmax.
-    fn part(&self, block: Keys) -> Option<Keys> {
+    pub(super) fn part(&self, block: Keys) -> Option<Keys> {
         let lo = self.any.0.max(block.first) - block.first;
         let hi = self.any.1.min(block.first + block.count).saturating_sub(block.first);
         (lo < hi).then(|| Keys { first: block.first + lo / 4 * 4, count: hi - lo / 4 * 4 })
@@ -100,16 +100,14 @@ impl Op for Attend<'_, '_> {
         let pass = Pass { l, job, batch, kv_head, heads, queries, scale: Scale::new(job.problem) };
         let mut areas = scratch.areas();
         let tiles = core::mem::take(&mut areas.tiles);
-        let tiles = pass.tiles(tiles, areas.ranges);
+        let tiles = pass.tiles(tiles, areas.work.ranges);
         for tile in tiles.iter() {
-            pass.pack_queries(tile, &mut areas);
+            pass.pack_queries(tile, &mut areas.work);
         }
         let lo = tiles.iter().map(|tile| tile.any.0).min().unwrap_or(0);
         let hi = tiles.iter().map(|tile| tile.any.1).max().unwrap_or(0);
-        let block_k = job.blocking.block_k;
-        for first in (lo / block_k * block_k..hi).step_by(block_k) {
-            let count = block_k.min(job.problem.seqlen_k - first);
-            pass.block(tiles, Keys { first, count }, &mut areas);
+        for block in pass.blocks(lo, hi) {
+            pass.block(tiles, block, &mut areas);
         }
         for tile in tiles.iter() {
             pass.finish(tile, &mut areas, sink);
@@ -118,19 +116,19 @@ impl Op for Attend<'_, '_> {
 }
 
 /// What stays the same over one [`Attend`].
-struct Pass<'a, L> {
-    l: L,
-    job: &'a Job<'a>,
-    batch: usize,
-    kv_head: usize,
+pub(super) struct Pass<'a, L> {
+    pub(super) l: L,
+    pub(super) job: &'a Job<'a>,
+    pub(super) batch: usize,
+    pub(super) kv_head: usize,
     heads: Range<usize>,
     queries: Range<usize>,
-    scale: Scale,
+    pub(super) scale: Scale,
 }
 
 impl<L: Lanes> Pass<'_, L> {
     /// Head and query of a row: all queries of the first head, then those of the second.
-    fn row(&self, row: usize) -> (usize, usize) {
+    pub(super) fn row(&self, row: usize) -> (usize, usize) {
         let queries = self.queries.len();
         // Most tasks have one head: spares two divisions a row.
         let (head, query) = if row < queries { (0, row) } else { (row / queries, row % queries) };
@@ -164,129 +162,131 @@ impl<L: Lanes> Pass<'_, L> {
     }
 
     /// Queries into lanes, and a fresh state.
-    fn pack_queries(&self, tile: &Tile, areas: &mut Areas<'_>) {
+    fn pack_queries(&self, tile: &Tile, work: &mut Work<'_>) {
         let width = self.job.problem.head_dim;
         let (head, query) = self.row(tile.first);
         let src = if query + tile.rows <= self.queries.end {
-            load_rows(&self.job.q, [self.batch, head, query], tile.rows, 1, areas.stage)
+            load_rows(&self.job.q, [self.batch, head, query], tile.rows, 1, work.stage)
         } else {
-            for (i, row) in areas.stage.chunks_exact_mut(width.max(1)).take(tile.rows).enumerate() {
+            for (i, row) in work.stage.chunks_exact_mut(width.max(1)).take(tile.rows).enumerate() {
                 let (head, query) = self.row(tile.first + i);
                 load_row(&self.job.q, [self.batch, head, query], &mut row[..width]);
             }
-            Rows { data: areas.stage, stride: width, width, count: tile.rows }
+            Rows { data: work.stage, stride: width, width, count: tile.rows }
         };
-        let dst = self.area_of(tile, areas.queries, width);
+        let dst = self.area_of(tile, work.queries, width);
         self.l.vectorize(Transpose { src, dst, dst_stride: tile.lanes });
         if self.scale.negative {
             dst.iter_mut().for_each(|x| *x = -*x);
         }
-        tile_state(areas.states, &self.job.blocking, tile.index, tile.lanes).reset();
+        tile_state(work.states, &self.job.blocking, tile.index, tile.lanes).reset();
     }
 
     /// The `width` rows of a tile in an area of all tiles.
-    fn area_of<'t>(&self, tile: &Tile, area: &'t mut [f32], width: usize) -> &'t mut [f32] {
+    pub(super) fn area_of<'t>(&self, tile: &Tile, area: &'t mut [f32], width: usize) -> &'t mut [f32] {
         &mut area[tile.index * self.job.blocking.tile() * width..][..tile.lanes * width]
+    }
+
+    pub(super) fn state<'t>(&self, tile: &Tile, states: &'t mut [f32]) -> RowState<'t> {
+        tile_state(states, &self.job.blocking, tile.index, tile.lanes)
+    }
+
+    /// The blocks of keys that have some of `lo..hi`.
+    pub(super) fn blocks(&self, lo: usize, hi: usize) -> impl Iterator<Item = Keys> + use<L> {
+        let (block_k, seqlen_k) = (self.job.blocking.block_k, self.job.problem.seqlen_k);
+        let firsts = (lo / block_k * block_k..hi).step_by(block_k);
+        firsts.map(move |first| Keys { first, count: block_k.min(seqlen_k - first) })
     }
 
     /// One block of keys and values against all tiles.
     fn block(&self, tiles: &mut [Tile], block: Keys, areas: &mut Areas<'_>) {
-        let Job { problem, blocking, k, v, .. } = self.job;
+        let Areas { k, v, work, .. } = areas;
         let at = [self.batch, self.kv_head, block.first];
-        let keys = load_rows(k, at, block.count, 1, areas.k);
-        let values = load_rows(v, at, block.count, L::LANES, areas.v);
-        let mut finite = None;
+        let keys = load_rows(&self.job.k, at, block.count, 1, k);
+        let mut values = BlockValues::new(load_rows(&self.job.v, at, block.count, L::LANES, v), block);
         for tile in tiles {
             let Some(part) = tile.part(block) else { continue };
-            let verdict = self.mask(tile, part, areas.bias, areas.stage);
-            if verdict == Verdict::Hidden {
-                continue;
-            }
-            let queries = &*self.area_of(tile, areas.queries, problem.head_dim);
-            let s = &mut areas.s[..part.count * tile.lanes];
-            let partial = self.scores(tile, part, rows_of(keys, block, part), queries, s, &mut Rulebook {
-                verdict,
-                bias: areas.bias,
-                pair: areas.pair,
-                ranges: areas.ranges,
-            });
-            let state = tile_state(areas.states, blocking, tile.index, tile.lanes);
-            self.l.vectorize(Softmax { s, vectors: tile.vectors, c: self.scale.c, state });
-            let alpha = &*tile_state(areas.states, blocking, tile.index, tile.lanes).alpha;
-            let step = Values {
-                values: rows_of(values, block, part),
-                p: s,
-                lanes: tile.lanes,
-                rows: tile.rows,
-                alpha: tile.started.then_some(alpha),
-                o: self.area_of(tile, areas.o, blocking.head_dim_v_padded),
-            };
+            let s = 0..part.count * tile.lanes;
+            let Some(partial) = self.scores(tile, part, rows_of(keys, block, part), s.start, work) else { continue };
+            let state = self.state(tile, work.states);
+            let alpha = &mut work.pair[..tile.lanes];
+            let s = &mut work.s[s];
+            self.l.vectorize(Softmax { s, vectors: tile.vectors, c: self.scale.c, state, alpha });
+            self.add_values(tile, part, &mut values, (partial, !tile.started), work);
             tile.started = true;
-            if partial && !*finite.get_or_insert_with(|| self.l.vectorize(AllFinite(values))) {
-                self.note_seen(tile, part, areas.bias);
-                self.l.vectorize(CarefulValues { inner: step, seen: areas.bias });
-            } else {
-                self.l.vectorize(step);
-            }
         }
     }
 
-    fn mask(&self, tile: &Tile, part: Keys, bias: &mut [f32], stage: &mut [f32]) -> Verdict {
-        let place = Place {
-            batch: self.batch,
-            rows: &|row| self.row(tile.first + row),
-            count: tile.rows,
-            first_key: part.first,
-            keys: part.count,
-        };
-        mask_tile::build(self.l, self.job.problem, &place, tile.lanes, bias, (stage, self.job.blocking.block_k))
-    }
-
-    /// Scores as softmax takes them: by all rules, -inf where hidden. Whether a key may be hidden from some row only.
-    fn scores(
-        &self,
-        tile: &Tile,
-        part: Keys,
-        keys: Rows<'_>,
-        queries: &[f32],
-        s: &mut [f32],
-        rules: &mut Rulebook<'_>,
-    ) -> bool {
-        let problem = self.job.problem;
-        let queries = &queries[..problem.head_dim * tile.lanes];
+    /// Scores as softmax takes them, by all rules, -inf where hidden, at `work.s[at..]`. `None` if mask and bias hide all of
+    /// them; else whether a key may be hidden from some row.
+    pub(super) fn scores(&self, tile: &Tile, part: Keys, keys: Rows<'_>, at: usize, work: &mut Work<'_>) -> Option<bool> {
+        let Job { problem, blocking, .. } = self.job;
+        let rows = &|row| self.row(tile.first + row);
+        let place = Place { batch: self.batch, rows, count: tile.rows, first_key: part.first, keys: part.count };
+        let verdict = mask_tile::build(self.l, problem, &place, tile.lanes, work.bias, (work.stage, blocking.block_k));
+        if verdict == Verdict::Hidden {
+            return None;
+        }
+        let s = &mut work.s[at..][..part.count * tile.lanes];
+        let queries = &*self.area_of(tile, work.queries, problem.head_dim);
         self.l.vectorize(Scores { keys, queries, vectors: tile.vectors, s });
-        let apply = |s: &mut [f32], rule: Rule<'_>| self.l.vectorize(ScorePass { s, vectors: tile.vectors, rule });
+        let mut apply = |rule: Rule<'_>| self.l.vectorize(ScorePass { s, vectors: tile.vectors, rule });
         if let Some(scale) = self.scale.before {
-            apply(s, Rule::Scale(scale));
+            apply(Rule::Scale(scale));
         }
         if let Some(cap) = problem.softcap {
-            apply(s, Rule::Softcap(cap));
+            apply(Rule::Softcap(cap));
         }
-        let (first, second) = rules.pair.split_at_mut(self.job.blocking.tile());
+        let (first, second) = work.pair.split_at_mut(blocking.tile());
         if let Some((slopes, diagonal)) = problem.alibi {
             for i in 0..tile.rows {
                 let (head, query) = self.row(tile.first + i);
                 first[i] = slopes[head];
                 second[i] = (problem.position(diagonal, self.batch, query) - part.first as i128) as f32;
             }
-            apply(s, Rule::Alibi { slopes: first, positions: second });
+            apply(Rule::Alibi { slopes: first, positions: second });
         }
-        if rules.verdict == Verdict::Mixed {
-            apply(s, Rule::Bias(rules.bias));
+        if verdict == Verdict::Mixed {
+            apply(Rule::Bias(work.bias));
         }
         let all_seen = tile.all.0 <= part.first && part.first + part.count <= tile.all.1;
         if !all_seen {
-            first.fill(0.0);
-            second.fill(part.count as f32);
-            for i in 0..tile.rows {
-                let (lo, hi) = rules.ranges[tile.first + i];
+            for (i, (lo, hi)) in work.ranges[tile.first..][..tile.rows].iter().enumerate() {
                 // At most a block: exact.
                 first[i] = lo.saturating_sub(part.first).min(part.count) as f32;
                 second[i] = hi.saturating_sub(part.first).min(part.count) as f32;
             }
-            apply(s, Rule::Range { from: first, to: second });
+            apply(Rule::Range { from: first, to: second });
         }
-        !all_seen || rules.verdict == Verdict::Mixed
+        Some(!all_seen || verdict == Verdict::Mixed)
+    }
+
+    /// Adds the values, weighed by the probabilities that start at `work.s[0]`, to the output of a tile, which is first
+    /// multiplied by the factors in `work.pair`; a fresh one starts from zero.
+    pub(super) fn add_values(
+        &self,
+        tile: &Tile,
+        part: Keys,
+        values: &mut BlockValues<'_>,
+        (partial, fresh): (bool, bool),
+        work: &mut Work<'_>,
+    ) {
+        let careful = partial && !values.all_finite(self.l);
+        if careful {
+            self.note_seen(tile, part, work.bias);
+        }
+        let inner = Values {
+            values: rows_of(values.rows, values.block, part),
+            p: &work.s[..part.count * tile.lanes],
+            lanes: tile.lanes,
+            rows: tile.rows,
+            alpha: (!fresh).then_some(&work.pair[..tile.lanes]),
+            o: self.area_of(tile, work.o, self.job.blocking.head_dim_v_padded),
+        };
+        match careful {
+            false => self.l.vectorize(inner),
+            true => self.l.vectorize(CarefulValues { inner, seen: work.bias }),
+        }
     }
 
     /// 1 where a row of the tile sees a key, else 0. Key by key: only for blocks with non-finite values.
@@ -299,116 +299,28 @@ impl<L: Lanes> Pass<'_, L> {
             }
         }
     }
-
-    /// Normalises a tile and hands out its rows.
-    fn finish(&self, tile: &Tile, areas: &mut Areas<'_>, sink: &mut dyn RowSink) {
-        let Job { problem, blocking, .. } = self.job;
-        let norm = &mut areas.pair[..tile.lanes];
-        norm.fill(0.0);
-        let state = tile_state(areas.states, blocking, tile.index, tile.lanes);
-        for i in 0..tile.rows {
-            let (head, query) = self.row(tile.first + i);
-            let (factor, lse) = self.row_result((head, query), state.max[i], state.sum[i], sink.wants_lse());
-            norm[i] = factor;
-            if let Some(lse) = lse {
-                sink.lse(head, query, lse);
-            }
-        }
-        // The second pass needs the factors after `pair` is used for rules again.
-        state.alpha.copy_from_slice(norm);
-        let width = blocking.head_dim_v_padded;
-        let o = self.area_of(tile, areas.o, width);
-        if tile.started {
-            self.l.vectorize(Normalize { o, width, norm: &state.alpha[..tile.rows] });
-        } else {
-            o.fill(0.0);
-        }
-        for i in 0..tile.rows {
-            let (head, query) = self.row(tile.first + i);
-            sink.out(head, query, &o[i * width..][..problem.head_dim_v]);
-        }
-        if sink.wants_weights() {
-            self.weights(tile, areas, sink);
-        }
-    }
-
-    /// The factor that normalises a row, and its LSE if that is asked for.
-    fn row_result(&self, (head, query): (usize, usize), max: f32, sum: f32, wants_lse: bool) -> (f32, Option<f32>) {
-        let problem = self.job.problem;
-        if sum == 0.0 {
-            // Every score was -inf: hidden, or of infinite operands, which softmax cannot weigh.
-            let (lo, hi) = problem.key_range(self.batch, query);
-            let seen = (lo..hi).any(|key| problem.visible(self.batch, head, query, key));
-            let sink = problem.sinks.map_or(f32::NEG_INFINITY, |sinks| sinks[head]);
-            return match seen {
-                false => (0.0, Some(f32::NEG_INFINITY)),
-                true if sink > f32::NEG_INFINITY => (0.0, Some(sink)),
-                true => (f32::NAN, Some(f32::NAN)),
-            };
-        }
-        if problem.sinks.is_none() && !wants_lse {
-            return (1.0 / sum, None);
-        }
-        let max = f64::from(max) * self.scale.natural;
-        let sink = problem.sinks.map_or(f64::NEG_INFINITY, |sinks| sinks[head].into());
-        let top = max.max(sink);
-        let total = f64::from(sum) * (max - top).exp() + (sink - top).exp();
-        (((max - top).exp() / total) as f32, Some((top + total.ln()) as f32))
-    }
-
-    /// Attention weights of a tile, from its finished state: scores again, block by block.
-    fn weights(&self, tile: &Tile, areas: &mut Areas<'_>, sink: &mut dyn RowSink) {
-        let Job { problem, blocking, k, .. } = self.job;
-        let block_k = blocking.block_k;
-        for first in (0..problem.seqlen_k).step_by(block_k) {
-            let block = Keys { first, count: block_k.min(problem.seqlen_k - first) };
-            areas.s.fill(0.0);
-            if let Some(part) = tile.part(block) {
-                let verdict = self.mask(tile, part, areas.bias, areas.stage);
-                if verdict != Verdict::Hidden {
-                    let keys = load_rows(k, [self.batch, self.kv_head, part.first], part.count, 1, areas.k);
-                    let queries = &*self.area_of(tile, areas.queries, problem.head_dim);
-                    let s = &mut areas.s[(part.first - first) * tile.lanes..][..part.count * tile.lanes];
-                    self.scores(tile, part, keys, queries, s, &mut Rulebook {
-                        verdict,
-                        bias: areas.bias,
-                        pair: areas.pair,
-                        ranges: areas.ranges,
-                    });
-                    let state = tile_state(areas.states, blocking, tile.index, tile.lanes);
-                    let (max, norm) = (&*state.max, &*state.alpha);
-                    self.l.vectorize(Probabilities { s, vectors: tile.vectors, c: self.scale.c, max, norm });
-                }
-            }
-            let (src, dst) = (&*areas.s, &mut *areas.stage);
-            let src = Rows { data: src, stride: tile.lanes, width: tile.lanes, count: block.count };
-            self.l.vectorize(Transpose { src, dst, dst_stride: block_k });
-            for i in 0..tile.rows {
-                let (head, query) = self.row(tile.first + i);
-                let row = &mut areas.stage[i * block_k..][..block.count];
-                if tile_state(areas.states, blocking, tile.index, tile.lanes).alpha[i].is_nan() {
-                    // NaN for the keys that the row sees; a hidden key weighs nothing in any row.
-                    for (key, weight) in row.iter_mut().enumerate() {
-                        let visible = problem.visible(self.batch, head, query, first + key);
-                        *weight = if visible { f32::NAN } else { 0.0 };
-                    }
-                }
-                sink.weights(head, query, first, row);
-            }
-        }
-    }
 }
 
-/// What the rules of a tile need besides its scores.
-struct Rulebook<'a> {
-    verdict: Verdict,
-    bias: &'a [f32],
-    pair: &'a mut [f32],
-    ranges: &'a [(usize, usize)],
+/// A loaded block of values.
+pub(super) struct BlockValues<'a> {
+    rows: Rows<'a>,
+    block: Keys,
+    /// Whether all are finite, once somebody has asked.
+    finite: Option<bool>,
+}
+
+impl<'a> BlockValues<'a> {
+    pub(super) fn new(rows: Rows<'a>, block: Keys) -> Self {
+        Self { rows, block, finite: None }
+    }
+
+    fn all_finite<L: Lanes>(&mut self, l: L) -> bool {
+        *self.finite.get_or_insert_with(|| l.vectorize(AllFinite(self.rows)))
+    }
 }
 
 /// The rows of a loaded block that are the keys of a part of it.
-fn rows_of<'a>(rows: Rows<'a>, block: Keys, part: Keys) -> Rows<'a> {
+pub(super) fn rows_of<'a>(rows: Rows<'a>, block: Keys, part: Keys) -> Rows<'a> {
     let from = part.first - block.first;
     rows.range(from, from + part.count)
 }

@@ -2,6 +2,7 @@
 
 pub(crate) mod blocking;
 mod exp;
+mod finish;
 pub(crate) mod fused;
 mod lanes;
 mod mask_tile;

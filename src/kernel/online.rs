@@ -12,15 +12,15 @@ pub(crate) struct RowState<'a> {
     pub(crate) max: &'a mut [f32],
     /// Sum of `2^((score - max) * c)`.
     pub(crate) sum: &'a mut [f32],
-    /// Factor that brings older sums and outputs to the new maximum.
-    pub(crate) alpha: &'a mut [f32],
+    /// Factor of the finished output.
+    pub(crate) norm: &'a mut [f32],
 }
 
 impl RowState<'_> {
     pub(crate) fn reset(&mut self) {
         self.max.fill(f32::NEG_INFINITY);
         self.sum.fill(0.0);
-        self.alpha.fill(0.0);
+        self.norm.fill(0.0);
     }
 }
 
@@ -32,6 +32,8 @@ pub(crate) struct Softmax<'a> {
     /// Probabilities are `2^((score - max) * c)`.
     pub(crate) c: f32,
     pub(crate) state: RowState<'a>,
+    /// Factors that bring the outputs of older blocks to the new maximum.
+    pub(crate) alpha: &'a mut [f32],
 }
 
 impl Op for Softmax<'_> {
@@ -48,7 +50,7 @@ impl Op for Softmax<'_> {
             let alpha = exp2_nonpositive(l, l.mul(l.sub(old, shift), c));
             let sum = exp_block(l, self.s, stride, j, shift, c);
             l.store(max, &mut self.state.max[j..]);
-            l.store(alpha, &mut self.state.alpha[j..]);
+            l.store(alpha, &mut self.alpha[j..]);
             let sum = l.fma(l.load(&self.state.sum[j..]), alpha, sum);
             l.store(sum, &mut self.state.sum[j..]);
         }

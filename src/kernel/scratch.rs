@@ -40,7 +40,13 @@ pub(crate) struct Areas<'a> {
     /// A block of keys, and one of values, as packed `f32` rows.
     pub(crate) k: &'a mut [f32],
     pub(crate) v: &'a mut [f32],
-    /// Of all tiles of a task: transposed queries, output rows, running states.
+    pub(crate) tiles: &'a mut [Tile],
+    pub(crate) work: Work<'a>,
+}
+
+/// What the steps of a tile read and write besides K and V.
+pub(crate) struct Work<'a> {
+    /// Of all tiles of a task: transposed queries, output rows (and of a spare tile behind them), running states.
     pub(crate) queries: &'a mut [f32],
     pub(crate) o: &'a mut [f32],
     pub(crate) states: &'a mut [f32],
@@ -52,10 +58,9 @@ pub(crate) struct Areas<'a> {
     pub(crate) pair: &'a mut [f32],
     /// Keys that each row may see.
     pub(crate) ranges: &'a mut [(usize, usize)],
-    pub(crate) tiles: &'a mut [Tile],
 }
 
-/// Sizes of the parts, in the order of [`Areas`]; `None` if they overflow.
+/// Sizes of the parts, in the order of `areas`; `None` if they overflow.
 fn sizes(problem: &Problem<'_>, blocking: &Blocking) -> Option<[usize; PARTS]> {
     let (tile, tiles, block_k) = (blocking.tile(), blocking.tiles(), blocking.block_k);
     let rows = tiles * tile;
@@ -64,7 +69,7 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking) -> Option<[usize; PARTS]> {
         (block_k, problem.head_dim),
         (block_k, blocking.head_dim_v_padded),
         (rows, problem.head_dim),
-        (rows, blocking.head_dim_v_padded),
+        (rows + tile, blocking.head_dim_v_padded),
         (rows, 3),
         (tile, block_k),
         (tile, block_k),
@@ -97,8 +102,8 @@ impl Scratch {
             rest = tail;
             part
         });
-        let (ranges, tiles) = (&mut self.ranges[..], &mut self.tiles[..]);
-        Areas { k, v, queries, o, states, s, bias, stage, pair, ranges, tiles }
+        let work = Work { queries, o, states, s, bias, stage, pair, ranges: &mut self.ranges };
+        Areas { k, v, tiles: &mut self.tiles, work }
     }
 
     /// Bytes on the heap.
@@ -113,6 +118,6 @@ impl Scratch {
 pub(crate) fn tile_state<'a>(states: &'a mut [f32], blocking: &Blocking, index: usize, lanes: usize) -> RowState<'a> {
     let state = &mut states[index * 3 * blocking.tile()..][..3 * lanes];
     let (max, rest) = state.split_at_mut(lanes);
-    let (sum, alpha) = rest.split_at_mut(lanes);
-    RowState { max, sum, alpha }
+    let (sum, norm) = rest.split_at_mut(lanes);
+    RowState { max, sum, norm }
 }

@@ -1,4 +1,4 @@
-use polyhead::{Diagonal, Level};
+use polyhead::{Diagonal, Heads, HeadsMut, Level, Mask, Matrix, Options, multi_head};
 
 use crate::oracle::{ALL_F32, BiasTable, Call, MaskTable, Opts, Results, TYPES, Wanted, shape};
 use crate::support::{Rng, assert_same_bits, levels};
@@ -214,6 +214,40 @@ fn finite_is_finite_for_huge_values() {
         call.v.iter_mut().for_each(|x| *x = size.copysign(*x));
         for &level in levels() {
             assert_inside(&call, level, &format!("values of {size:e}"));
+        }
+    }
+}
+
+/// Values near the largest float: their weighted mean is finite where a sum of them is not, and other rows keep their bits.
+#[test]
+fn finite_is_finite_for_values_near_the_largest() {
+    let (l, d) = (40, 3);
+    for (s, huge) in [2, 10, 130, 300].into_iter().flat_map(|s| [(s, false), (s, true)]) {
+        let k = vec![1.0f32; s * 8];
+        let q = vec![0.0f32; l * 8];
+        // Keys beyond the middle are huge; rows that see none of them must not notice.
+        let value = |key: usize| if huge && key >= s / 2 { 3.0e38f32 } else { 1.0 };
+        let v: Vec<f32> = (0..s * d).map(|i| value(i / d)).collect();
+        let bound = |query: usize| if query % 2 == 0 { s / 2 } else { s };
+        let seen: Vec<bool> = (0..l * s).map(|i| i % s < bound(i / s)).collect();
+        let mask = Mask::attend(Matrix::contiguous(&seen, [l, s]).unwrap()).unwrap();
+        for &level in levels() {
+            let mut out = vec![0.0f32; l * d];
+            multi_head(
+                &Heads::bhsd(&q, [1, 1, l, 8]).unwrap(),
+                &Heads::bhsd(&k, [1, 1, s, 8]).unwrap(),
+                &Heads::bhsd(&v, [1, 1, s, d]).unwrap(),
+                HeadsMut::bhsd(&mut out, [1, 1, l, d]).unwrap(),
+                &Options::new().level(level).mask(mask),
+            )
+            .unwrap();
+            for (i, &x) in out.iter().enumerate() {
+                let keys = bound(i / d);
+                let mean = (0..keys).map(|key| f64::from(value(key))).sum::<f64>() / keys as f64;
+                let context = format!("row {} of {s} keys on {}", i / d, level.name());
+                assert!((f64::from(x) / mean - 1.0).abs() < 1e-5, "{context}: {x} against {mean}");
+                assert!(keys == s || x == 1.0, "{context}: {x}");
+            }
         }
     }
 }
