@@ -105,9 +105,7 @@ impl Level {
         match requested {
             None => Ok(Self::detect()),
             Some(level) if Self::available().contains(&level) => Ok(level),
-            Some(level) => {
-                Err(Error::LevelUnavailable { requested: level.name(), best: Self::detect().name() })
-            }
+            Some(level) => Err(Error::LevelUnavailable { requested: level.name(), best: Self::detect().name() }),
         }
     }
 }

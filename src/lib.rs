@@ -34,6 +34,7 @@ mod options;
 mod parallel;
 mod problem;
 pub mod reference;
+pub mod softmax;
 mod view;
 mod workspace;
 

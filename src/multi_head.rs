@@ -271,11 +271,7 @@ impl<'a, O: Element> Outputs<'a, O> {
             let actual = lse.len();
             let wrong = |expected| Error::Length { operand: "lse", expected, actual };
             let expected = crate::problem::packed_len("lse", [batch, num_heads, seqlen_q])?;
-            if actual == expected {
-                HeadsMut::bhsd(lse, [batch, num_heads, seqlen_q, 1])
-            } else {
-                Err(wrong(expected))
-            }
+            if actual == expected { HeadsMut::bhsd(lse, [batch, num_heads, seqlen_q, 1]) } else { Err(wrong(expected)) }
         });
         let weights = self.weights.map(|(view, averaged)| {
             let planes = if averaged { 1 } else { num_heads };

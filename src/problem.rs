@@ -10,7 +10,6 @@ use crate::{Diagonal, Error, Options, Result, Window};
 pub(crate) struct Problem<'a> {
     pub(crate) batch: usize,
     pub(crate) num_heads: usize,
-    pub(crate) num_kv_heads: usize,
     /// Query heads of each KV head; 0 if and only if there is no query head.
     pub(crate) group: usize,
     pub(crate) seqlen_q: usize,
@@ -64,7 +63,6 @@ impl<'a> Problem<'a> {
         Ok(Self {
             batch,
             num_heads,
-            num_kv_heads,
             group: num_heads.checked_div(num_kv_heads).unwrap_or(0),
             seqlen_q,
             seqlen_k,
@@ -134,13 +132,6 @@ impl<'a> Problem<'a> {
             && self.mask.is_none_or(|(mask, attend)| mask.get(index) == attend)
             && self.bias.is_none_or(|bias| bias.get(index) != f32::NEG_INFINITY)
     }
-
-    /// What ALiBi adds to a score: `-slope * |position - key|`, or 0 without ALiBi.
-    pub(crate) fn alibi_at(&self, batch: usize, head: usize, query: usize, key: usize) -> f32 {
-        self.alibi.map_or(0.0, |(slopes, diagonal)| {
-            -slopes[head] * (self.position(diagonal, batch, query) - key as i128).unsigned_abs() as f32
-        })
-    }
 }
 
 /// The keys of a sequence that a query may see, mask and bias aside: those between two diagonals.
@@ -165,10 +156,8 @@ impl Band {
 
     /// Sum of `hi - lo` over some queries, saturated: a difference of two sums of clamped lines, in constant time.
     pub(crate) fn pairs(&self, queries: Range<usize>) -> u64 {
-        if let (Some(from), Some(to)) = (self.from, self.to) {
-            if from >= to {
-                return 0;
-            }
+        if self.from.zip(self.to).is_some_and(|(from, to)| from >= to) {
+            return 0;
         }
         let all = self.len as u128 * queries.len() as u128;
         let hi = self.to.map_or(all, |to| self.sum(to, &queries));
@@ -355,7 +344,7 @@ mod tests {
         let options = Options::new().causal(Diagonal::BottomRight).alibi(&slopes, Diagonal::Offset(isize::MAX));
         let p = Problem::new([MAX, 1, MAX, MAX], [MAX, 1, MAX, MAX], [MAX, 1, MAX, MAX], &options).unwrap();
         assert_eq!(p.key_range(MAX - 1, MAX - 1), (0, MAX));
-        assert!(p.alibi_at(0, 0, MAX - 1, 0).is_finite());
+        assert_eq!(p.position(Diagonal::Offset(isize::MAX), 0, MAX - 1), MAX as i128 - 1 + isize::MAX as i128);
         let window = Window { left: Some(MAX), right: Some(MAX), diagonal: Diagonal::Offset(isize::MIN) };
         let p = Problem::new(huge, huge, huge, &Options::new().window(window)).unwrap();
         assert_eq!(p.key_range(0, 0), (0, isize::MAX as usize + 1));
@@ -396,7 +385,7 @@ mod tests {
         assert_eq!((p.output_shape(), p.scores_shape()), ([1, 6, 2, 7], [1, 6, 2, 5]));
         assert_eq!([0, 2, 3, 5].map(|head| p.kv_head(head)), [0, 0, 1, 1]);
         // Query 1 stands at key 2, the last of three.
-        assert_eq!([0, 2, 4].map(|key| p.alibi_at(0, 0, 1, key)), [-1.0, 0.0, -1.0]);
+        assert_eq!(p.position(Diagonal::BottomRight, 0, 1), 2);
     }
 
     #[test]

@@ -1,8 +1,10 @@
 //! Strided views over slices: where bounds are checked, once, so that nothing behind needs to.
 
 mod blocks;
+mod rows;
 
 pub(crate) use blocks::{Grid, OutputBlocks, RowSink, WeightsOut};
+pub(crate) use rows::{RowBlock, RowBlocks};
 
 use crate::{Element, Error, Result, element::AnySlice};
 

@@ -6,8 +6,8 @@ mod support;
 
 use half::{bf16, f16};
 use polyhead::{
-    Bias, Diagonal, Error, Explanation, Heads, HeadsMut, Level, Mask, Matrices, MatricesMut, Matrix, MatrixMut, MultiHead,
-    Options, Outputs, Precision, Shape, View, ViewMut, Window, multi_head, multi_head_with, reference,
+    Bias, Diagonal, Error, Explanation, Heads, HeadsMut, Level, Mask, Matrices, MatricesMut, Matrix, MatrixMut,
+    MultiHead, Options, Outputs, Precision, Shape, View, ViewMut, Window, multi_head, multi_head_with, reference,
 };
 use proptest::prelude::*;
 use support::{Arrangement, PoisonedInput, PoisonedOutput, levels};
@@ -172,19 +172,31 @@ fn errors_not_panics_for_views() {
     assert!(Heads::with_strides(&data, [1, 2, 3, 4], [0, 12, 4, 1]).is_ok());
     let overflow = |axis, size, stride| Error::Overflow { operand: "view", axis, size, stride };
     for stride in [1 << 62, MAX, MAX / 2 + 2] {
-        assert_eq!(Heads::with_strides(&data, [1, 1, 2, 4], [0, 0, stride, 1]).unwrap_err(), overflow("seq", 2, stride));
+        assert_eq!(
+            Heads::with_strides(&data, [1, 1, 2, 4], [0, 0, stride, 1]).unwrap_err(),
+            overflow("seq", 2, stride)
+        );
         assert_eq!(Matrix::with_strides(&data, [2, 4], [stride, 1]).unwrap_err(), overflow("row", 2, stride));
-        assert_eq!(Matrices::with_strides(&data, [4, 2, 2], [1, 1, stride]).unwrap_err(), overflow("column", 2, stride));
+        assert_eq!(
+            Matrices::with_strides(&data, [4, 2, 2], [1, 1, stride]).unwrap_err(),
+            overflow("column", 2, stride)
+        );
     }
     // A35: no wrap-around into the slice, by a product or by a sum.
     assert_eq!(Heads::with_strides(&data, [1, 1, 2, 4], [0, 0, 1 << 31, 1]).unwrap_err(), length((1 << 31) + 4, 24));
-    assert_eq!(Heads::with_strides(&data, [1 << 32, 1, 1, 1], [1 << 32, 0, 0, 0]).unwrap_err(), overflow("batch", 1 << 32, 1 << 32));
+    assert_eq!(
+        Heads::with_strides(&data, [1 << 32, 1, 1, 1], [1 << 32, 0, 0, 0]).unwrap_err(),
+        overflow("batch", 1 << 32, 1 << 32)
+    );
     // Two of them fit, three do not.
     let third = MAX / 20;
     assert_eq!(Heads::with_strides(&data, [2, 2, 2, 2], [third; 4]).unwrap_err(), overflow("seq", 2, third));
     assert_eq!(Heads::contiguous(&data, [MAX, MAX, MAX, MAX]).unwrap_err(), overflow("batch", MAX, MAX));
     // Elements of two bytes reach twice as far, and of none at all nowhere: nothing wraps either.
-    assert!(matches!(View::<(), 2>::with_strides(&[(); 3], [MAX, 2], [MAX, 1]), Err(Error::Overflow { axis: "row", .. })));
+    assert!(matches!(
+        View::<(), 2>::with_strides(&[(); 3], [MAX, 2], [MAX, 1]),
+        Err(Error::Overflow { axis: "row", .. })
+    ));
     for axes in [[0, 1, 2, 4], [0, 0, 1, 2], [3, 2, 1, 1], [MAX, 0, 1, 2]] {
         let view = Heads::bhsd(&data, [1, 2, 3, 4]).unwrap();
         assert!(matches!(view.permute(axes), Err(Error::Value { option: "axes", .. })), "{axes:?}");
@@ -346,8 +358,16 @@ fn wild() -> impl Strategy<Value = Wild> {
         0..200usize,
         0..4usize,
     )
-        .prop_map(|(sizes, odd, lists, (scale, softcap), causal, window, data, wanted)| {
-            Wild { sizes, odd, lists, scale, softcap, causal, window, data, wanted }
+        .prop_map(|(sizes, odd, lists, (scale, softcap), causal, window, data, wanted)| Wild {
+            sizes,
+            odd,
+            lists,
+            scale,
+            softcap,
+            causal,
+            window,
+            data,
+            wanted,
         })
 }
 

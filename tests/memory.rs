@@ -11,8 +11,8 @@ use std::sync::{Mutex, MutexGuard};
 
 use half::{bf16, f16};
 use polyhead::{
-    Bias, Diagonal, Element, Heads, HeadsMut, Level, Mask, MultiHead, Options, Outputs, Shape, View, Window, multi_head,
-    multi_head_with,
+    Bias, Diagonal, Element, Heads, HeadsMut, Level, Mask, MultiHead, Options, Outputs, Shape, View, Window,
+    multi_head, multi_head_with,
 };
 use support::levels;
 

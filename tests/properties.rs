@@ -147,7 +147,7 @@ const TINY: f32 = 1e-42;
 /// NaN, infinities, zeros of either sign, subnormal and huge numbers in everything. Not so huge that a score or a sum of
 /// values, finite in f64, overflows in f32 ("+inf follows IEEE in f32 arithmetic").
 fn add_specials(call: &mut Call, rng: &mut Rng) {
-    let mut count = |rng: &mut Rng| rng.pick(&[0, 0, 1, 3]);
+    let count = |rng: &mut Rng| rng.pick(&[0, 0, 1, 3]);
     let scores = [NAN, INF, -INF, -0.0, 0.0, TINY, 1e17, -1e17];
     let (in_q, in_k, in_v) = (count(rng), count(rng), count(rng));
     sprinkle(&mut call.q, &scores, in_q, call.types[0], rng);
@@ -190,7 +190,9 @@ fn chunk(call: &Call, first: usize, count: usize) -> Call {
     let mut part = call.clone();
     part.shape.seqlen_q = count;
     let rows = |data: &[f32], width: usize| -> Vec<f32> {
-        data.chunks((s.seqlen_q * width).max(1)).flat_map(|head| head[first * width..][..count * width].to_vec()).collect()
+        data.chunks((s.seqlen_q * width).max(1))
+            .flat_map(|head| head[first * width..][..count * width].to_vec())
+            .collect()
     };
     part.q = rows(&call.q, s.head_dim);
     let moved = |diagonal: Diagonal| match diagonal {

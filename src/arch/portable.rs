@@ -38,6 +38,17 @@ impl Lanes for Portable {
     }
 
     #[inline(always)]
+    fn load_partial(self, src: &[f32], fill: f32) -> f32x4 {
+        let at = |i: usize| src.get(i).copied().unwrap_or(fill);
+        f32x4::new([at(0), at(1), at(2), at(3)])
+    }
+
+    #[inline(always)]
+    fn store_partial(self, x: f32x4, dst: &mut [f32]) {
+        dst.iter_mut().zip(x.to_array()).for_each(|(to, x)| *to = x);
+    }
+
+    #[inline(always)]
     fn add(self, a: f32x4, b: f32x4) -> f32x4 {
         a + b
     }

@@ -27,7 +27,6 @@ pub(crate) struct Blocking {
 impl Blocking {
     /// With averaged weights a task has all heads, as it adds up their weights.
     pub(crate) fn new(problem: &Problem<'_>, lanes: usize, averaged_weights: bool) -> Result<Self> {
-
         let queries = problem.seqlen_q.clamp(1, BLOCK_ROWS);
         let group = problem.group.max(1);
         let heads = (BLOCK_ROWS / queries).clamp(1, group);

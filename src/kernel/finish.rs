@@ -118,10 +118,10 @@ impl<L: Lanes> Pass<'_, L> {
             let src = Rows { data: work.s, stride: tile.lanes, width: tile.lanes, count: block.count };
             self.l.vectorize(Transpose { src, dst: work.stage, dst_stride: block_k });
             let norm = self.state(tile, work.states).norm;
-            for i in 0..tile.rows {
+            for (i, norm) in norm.iter().enumerate().take(tile.rows) {
                 let (head, query) = self.row(tile.first + i);
                 let row = &mut work.stage[i * block_k..][..block.count];
-                if norm[i].is_nan() {
+                if norm.is_nan() {
                     // NaN for the keys that the row sees; a hidden key weighs nothing in any row.
                     for (key, weight) in (block.first..).zip(row.iter_mut()) {
                         let visible = self.job.problem.visible(self.batch, head, query, key);

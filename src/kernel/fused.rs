@@ -219,7 +219,14 @@ impl<L: Lanes> Pass<'_, L> {
 
     /// Scores as softmax takes them, by all rules, -inf where hidden, at `work.s[at..]`. `None` if mask and bias hide all of
     /// them; else whether a key may be hidden from some row.
-    pub(super) fn scores(&self, tile: &Tile, part: Keys, keys: Rows<'_>, at: usize, work: &mut Work<'_>) -> Option<bool> {
+    pub(super) fn scores(
+        &self,
+        tile: &Tile,
+        part: Keys,
+        keys: Rows<'_>,
+        at: usize,
+        work: &mut Work<'_>,
+    ) -> Option<bool> {
         let Job { problem, blocking, .. } = self.job;
         let rows = &|row| self.row(tile.first + row);
         let place = Place { batch: self.batch, rows, count: tile.rows, first_key: part.first, keys: part.count };

@@ -8,6 +8,7 @@ mod lanes;
 mod mask_tile;
 mod online;
 mod pack;
+pub(crate) mod row_softmax;
 mod score;
 pub(crate) mod scratch;
 mod tile;

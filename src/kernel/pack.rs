@@ -44,9 +44,13 @@ pub(crate) fn load_row(heads: &AnyHeads<'_>, [batch, head, seq]: [usize; 3], row
     if row.is_empty() {
         return;
     }
-    let offset = heads.layout.offset([batch, head, seq, 0]);
-    let step = heads.layout.strides[3];
-    match heads.data {
+    load_elements(heads.data, heads.layout.offset([batch, head, seq, 0]), heads.layout.strides[3], row);
+}
+
+/// Elements `offset`, `offset + step`, .. as `f32`.
+#[inline(always)]
+pub(crate) fn load_elements(data: AnySlice<'_>, offset: usize, step: usize, row: &mut [f32]) {
+    match data {
         AnySlice::F32(data) => gather(&data[offset..], step, row, |from, to| to.copy_from_slice(from), |x| x),
         AnySlice::F16(data) => {
             gather(&data[offset..], step, row, |from, to| from.convert_to_f32_slice(to), f16::to_f32);
@@ -71,6 +75,7 @@ fn gather<T: Copy>(
 }
 
 /// A bf16 is the upper half of an `f32`. (`half` converts one at a time, with a branch for NaN.)
+#[inline(always)]
 fn widen_bf16(from: &[bf16], to: &mut [f32]) {
     for (x, y) in from.iter().zip(to) {
         *y = f32::from_bits(u32::from(x.to_bits()) << 16);

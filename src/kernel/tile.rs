@@ -179,9 +179,9 @@ fn value_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, op: &mut Values<
     let mut acc = [[l.splat(0.0); NV]; MR];
     if let Some(alpha) = op.alpha {
         let alpha = &alpha[row..][..MR];
-        unroll!(I < MR => for j in 0..NV {
+        unroll!(I < MR => for (j, acc) in acc[I].iter_mut().enumerate() {
             let o = l.load(&op.o[(row + I) * width + column + j * L::LANES..]);
-            acc[I][j] = l.mul(o, l.splat(alpha[I]));
+            *acc = l.mul(o, l.splat(alpha[I]));
         });
     }
     for (key, p) in op.p.chunks_exact(op.lanes).take(count).enumerate() {
@@ -198,8 +198,8 @@ fn value_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, op: &mut Values<
             }
         }
     }
-    unroll!(I < MR => for j in 0..NV {
-        l.store(acc[I][j], &mut op.o[(row + I) * width + column + j * L::LANES..]);
+    unroll!(I < MR => for (j, acc) in acc[I].iter().enumerate() {
+        l.store(*acc, &mut op.o[(row + I) * width + column + j * L::LANES..]);
     });
 }
 

@@ -1,5 +1,8 @@
 //! Outputs cut into blocks of rows that different threads write at the same time.
-#![allow(unsafe_code, reason = "threads write disjoint rows of one slice, which borrows alone cannot express for strided views")]
+#![allow(
+    unsafe_code,
+    reason = "threads write disjoint rows of one slice, which borrows alone cannot express for strided views"
+)]
 
 use core::marker::PhantomData;
 use core::ops::Range;

@@ -80,8 +80,13 @@ fn part(call: &Call, item: usize, kv_heads: core::ops::Range<usize>) -> Call {
 fn assert_part(whole: (&Call, &Results), part: (&Call, &Results), item: usize, first_head: usize, context: &str) {
     for [_, h, i] in part.0.rows() {
         let (a, b) = (part.1.row(&part.0.shape, [0, h, i]), whole.1.row(&whole.0.shape, [item, first_head + h, i]));
-        let bits = |row: (&[f32], &[f32], &[f32])| [row.0, row.1, row.2].concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>();
-        assert!(bits(a) == bits(b), "{context}: item {item}, head {first_head} + {h}, query {i}: {a:?} instead of {b:?}");
+        let bits = |row: (&[f32], &[f32], &[f32])| {
+            [row.0, row.1, row.2].concat().iter().map(|x| x.to_bits()).collect::<Vec<_>>()
+        };
+        assert!(
+            bits(a) == bits(b),
+            "{context}: item {item}, head {first_head} + {h}, query {i}: {a:?} instead of {b:?}"
+        );
     }
 }
 
@@ -89,7 +94,9 @@ fn assert_part(whole: (&Call, &Results), part: (&Call, &Results), item: usize, f
 #[test]
 fn bits_do_not_depend_on_batch_position_or_number_of_heads() {
     let mut rng = Rng::new(132);
-    for (at, [heads, kv_heads, l, s]) in [[5, 5, 9, 40], [4, 2, 33, 17], [8, 2, 1, 200], [3, 3, 70, 70], [6, 2, 140, 30]].into_iter().enumerate() {
+    for (at, [heads, kv_heads, l, s]) in
+        [[5, 5, 9, 40], [4, 2, 33, 17], [8, 2, 1, 200], [3, 3, 70, 70], [6, 2, 140, 30]].into_iter().enumerate()
+    {
         let options = Opts {
             causal: (at % 2 == 0).then_some(Diagonal::BottomRight),
             mask: Some(MaskTable::plane(l, s, |i, j| (i + j) % 6 != 5)),

@@ -46,7 +46,8 @@ fn assert_unread(call: &Call, keys: &[[usize; 3]], context: &str) -> usize {
                 // The other one keeps its zeros.
                 let bad = fill(&zeros, keys, garbage, place);
                 let results = bad.run(level, Wanted::Weights);
-                let context = format!("{context}: {garbage:?} in (K, V) {place:?} on {} {:?}", level.name(), call.types);
+                let context =
+                    format!("{context}: {garbage:?} in (K, V) {place:?} on {} {:?}", level.name(), call.types);
                 for &row in &blind {
                     results.assert_same_row(&clean, &call.shape, row, &context);
                 }
@@ -132,7 +133,12 @@ fn hidden_is_unread_by_the_rows_that_do_not_see_it() {
     for (at, options) in options.into_iter().enumerate() {
         let call = call([2, 3, 1, l, s, 5, 9], at + 1, options);
         let mut blind = 0;
-        for keys in [vec![[0, 0, 0]], vec![[0, 0, 5], [1, 0, 17]], vec![[0, 0, 110], [0, 0, 127]], vec![[1, 0, 128], [1, 0, 139]]] {
+        for keys in [
+            vec![[0, 0, 0]],
+            vec![[0, 0, 5], [1, 0, 17]],
+            vec![[0, 0, 110], [0, 0, 127]],
+            vec![[1, 0, 128], [1, 0, 139]],
+        ] {
             blind += assert_unread(&call, &keys, &format!("rule {at}, keys {keys:?}"));
         }
         assert!(blind > 0, "rule {at}: every row sees the keys");
@@ -147,7 +153,10 @@ fn hidden_is_unread_in_the_bias_too() {
         Opts { causal: Some(Diagonal::Offset(64)), ..Opts::default() },
         Opts { key_lengths: Some(vec![77, 130]), ..Opts::default() },
         Opts { mask: Some(MaskTable::plane(l, s, |i, j| (i + j) % 4 != 0)), ..Opts::default() },
-        Opts { window: Some(Window { left: Some(9), right: Some(9), diagonal: Diagonal::BottomRight }), ..Opts::default() },
+        Opts {
+            window: Some(Window { left: Some(9), right: Some(9), diagonal: Diagonal::BottomRight }),
+            ..Opts::default()
+        },
     ];
     for (at, rule) in rules.into_iter().enumerate() {
         let call = call([2, 2, 2, l, s, 5, 5], at, rule);
@@ -202,7 +211,8 @@ fn hidden_is_unread_as_if_the_operands_ended_there() {
     for len in [1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 32, 33, 64, 127, 128, 129, 139] {
         let keys: Vec<[usize; 3]> = (len..s).map(|j| [0, 0, j]).collect();
         let long = fill(&whole, &keys, &GARBAGE, (true, true));
-        let long = long.options(Opts { key_lengths: Some(vec![len]), causal: Some(Diagonal::BottomRight), ..Opts::default() });
+        let long =
+            long.options(Opts { key_lengths: Some(vec![len]), causal: Some(Diagonal::BottomRight), ..Opts::default() });
         let mut short = whole.clone().options(Opts { causal: Some(Diagonal::BottomRight), ..Opts::default() });
         short.shape.seqlen_k = len;
         short.k.truncate(len * 6);

@@ -7,7 +7,8 @@ use crate::support::{Arrangement, Rng, assert_all_close, assert_same_bits, level
 #[test]
 fn any_layout() {
     let mut rng = Rng::new(91);
-    let sizes = [[2, 3, 3, 33, 65, 24, 17], [3, 4, 2, 1, 40, 8, 1], [1, 2, 1, 62, 129, 5, 64], [2, 1, 1, 5, 16, 128, 128]];
+    let sizes =
+        [[2, 3, 3, 33, 65, 24, 17], [3, 4, 2, 1, 40, 8, 1], [1, 2, 1, 62, 129, 5, 64], [2, 1, 1, 5, 16, 128, 128]];
     for (at, sizes) in sizes.into_iter().enumerate() {
         for types in [TYPES[at], TYPES[at + 4]] {
             let mut call = Call::random(shape(sizes), types, &mut rng);
@@ -125,7 +126,8 @@ fn any_layout_of_masks_and_biases() {
     ];
     for (shape, strides) in cases {
         let index = |at: [usize; 4]| -> usize { (0..4).filter(|&x| shape[x] > 1).map(|x| at[x] * strides[x]).sum() };
-        let full: Vec<[usize; 4]> = (0..b * h * l * s).map(|x| [x / s / l / h, x / s / l % h, x / s % l, x % s]).collect();
+        let full: Vec<[usize; 4]> =
+            (0..b * h * l * s).map(|x| [x / s / l / h, x / s / l % h, x / s % l, x % s]).collect();
         let copy: Vec<bool> = full.iter().map(|&at| bools[index(at)]).collect();
         let copied: Vec<f32> = full.iter().map(|&at| floats[index(at)]).collect();
         let packed = |level| Options::new().level(level);

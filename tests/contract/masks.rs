@@ -217,7 +217,8 @@ fn causality_names_its_corner_and_windows_count_besides_the_own_key() {
     // The bottom right of three keys in use.
     assert_ramp(2, 5, run(Some(0), Some(1), bottom, None, Some(3)), &[2.5, 3.0]);
     // A15, A04: over blocks.
-    let means: Vec<f64> = (0..300usize).map(|i| (i.saturating_sub(64) + (i + 64).min(299)) as f64 / 2.0 + 1.0).collect();
+    let means: Vec<f64> =
+        (0..300usize).map(|i| (i.saturating_sub(64) + (i + 64).min(299)) as f64 / 2.0 + 1.0).collect();
     assert_ramp(300, 300, run(Some(64), Some(64), top, None, None), &means);
     let means: Vec<f64> = (0..640usize).map(|i| (i.saturating_sub(9) + i) as f64 / 2.0 + 1.0).collect();
     assert_eq!([0, 5, 10, 512, 639].map(|i| means[i]), [1.0, 3.5, 6.5, 508.5, 635.5]);

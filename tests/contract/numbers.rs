@@ -41,9 +41,8 @@ fn partly_hidden() -> Vec<Call> {
         Opts { bias: Some(bias), causal: Some(Diagonal::Offset(64)), ..Opts::default() },
         Opts { softcap: Some(5.0), causal: Some(Diagonal::Offset(100)), ..Opts::default() },
     ];
-    let call = |(at, options): (usize, Opts)| {
-        Call::random(shape([2, 4, 2, l, s, 9, 6]), TYPES[at], &mut rng).options(options)
-    };
+    let call =
+        |(at, options): (usize, Opts)| Call::random(shape([2, 4, 2, l, s, 9, 6]), TYPES[at], &mut rng).options(options);
     options.into_iter().enumerate().map(call).collect()
 }
 
@@ -92,9 +91,17 @@ fn live_nan_shows_in_one_column_of_values() {
                     let hit = b == 0 && h / 2 == 0 && call.sees([b, h, i, key]);
                     let (out, old) = (results.row(&call.shape, [b, h, i]).0, clean.row(&call.shape, [b, h, i]).0);
                     for column in 0..dv {
-                        let right = if hit && column == x { out[column].is_nan() } else { out[column].to_bits() == old[column].to_bits() };
+                        let right = if hit && column == x {
+                            out[column].is_nan()
+                        } else {
+                            out[column].to_bits() == old[column].to_bits()
+                        };
                         let (is, was) = (out[column], old[column]);
-                        assert!(right, "{}: V[{key}][{x}] NaN, row {h} {i} column {column}: {is:e}, was {was:e}", level.name());
+                        assert!(
+                            right,
+                            "{}: V[{key}][{x}] NaN, row {h} {i} column {column}: {is:e}, was {was:e}",
+                            level.name()
+                        );
                     }
                 }
             }
@@ -172,7 +179,15 @@ fn finite_is_finite() {
         }
     }
     // A03: the caller added two masks of f32::MIN.
-    let table = |i: usize, j: usize| if j < 3 { f32::NEG_INFINITY } else if j > i { min } else { 0.0 };
+    let table = |i: usize, j: usize| {
+        if j < 3 {
+            f32::NEG_INFINITY
+        } else if j > i {
+            min
+        } else {
+            0.0
+        }
+    };
     let mut call = Call::ramp(shape([1, 1, 1, 5, 5, 1, 1]));
     call.options.bias = Some(BiasTable::plane(5, 5, table));
     for &level in levels() {
@@ -186,7 +201,9 @@ fn finite_is_finite() {
 #[test]
 fn finite_is_finite_for_huge_scores() {
     let mut rng = Rng::new(52);
-    for (size, scale) in [(1e18, 1.0), (1e18, -1.0), (1e9, 1e19), (1.0, 1e37), (1e-18, 1e38), (1e17, 1e-37), (3.0, 1e20), (1e-30, -1e30)] {
+    for (size, scale) in
+        [(1e18, 1.0), (1e18, -1.0), (1e9, 1e19), (1.0, 1e37), (1e-18, 1e38), (1e17, 1e-37), (3.0, 1e20), (1e-30, -1e30)]
+    {
         let mut call = Call::random(shape([1, 2, 1, 18, 140, 4, 3]), ALL_F32, &mut rng);
         call.q.iter_mut().for_each(|x| *x = *x * size * 0.3);
         call.k.iter_mut().for_each(|x| *x = *x * size * 0.3);

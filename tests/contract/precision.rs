@@ -69,7 +69,10 @@ fn precision_is_asked_for() {
                     let bf16_p = |p: f32| if amx && types[0] == Dtype::Bf16 { bf16::from_f32(p).to_f32() } else { p };
                     let (max, rms) = errors(&call.run(level, Wanted::Out).out, &expected);
                     let (naive_max, naive_rms) = errors(&naive(&call, bf16_p), &expected);
-                    let say = format!("{} {types:?} {sizes:?} q x {size}: {max:e} ({rms:e}), naive {naive_max:e} ({naive_rms:e})", level.name());
+                    let say = format!(
+                        "{} {types:?} {sizes:?} q x {size}: {max:e} ({rms:e}), naive {naive_max:e} ({naive_rms:e})",
+                        level.name()
+                    );
                     assert!(naive_rms > 0.0 && max <= 2.0 * naive_max && rms <= 2.0 * naive_rms, "{say}");
                 }
             }

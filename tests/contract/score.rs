@@ -40,22 +40,43 @@ fn order_of_the_score() {
             run(level, &[raw], &[7.0], options).1
         };
         for (raw, expected) in [
-            (1.0, 0.999867), (100.0, 48.201379), (1000.0, 50.0), (4400.0, 50.0), (5000.0, 50.0), (-10000.0, -50.0),
-            (f32::INFINITY, 50.0), (NI, -50.0), (0.0, 0.0), (f32::MAX, 50.0), (f32::MIN, -50.0),
+            (1.0, 0.999867),
+            (100.0, 48.201379),
+            (1000.0, 50.0),
+            (4400.0, 50.0),
+            (5000.0, 50.0),
+            (-10000.0, -50.0),
+            (f32::INFINITY, 50.0),
+            (NI, -50.0),
+            (0.0, 0.0),
+            (f32::MAX, 50.0),
+            (f32::MIN, -50.0),
         ] {
             assert_close(capped(raw, 1.0, 0.0), expected, 1e-6, 1e-6, format_args!("{} cap {raw}", level.name()));
             // Scale before the cap, bias after it.
             if raw.abs() < 1e30 {
-                assert_close(capped(2.0 * raw, 0.5, 3.0), expected + 3.0, 1e-6, 1e-6, format_args!("{} {raw}", level.name()));
+                assert_close(
+                    capped(2.0 * raw, 0.5, 3.0),
+                    expected + 3.0,
+                    1e-6,
+                    1e-6,
+                    format_args!("{} {raw}", level.name()),
+                );
             }
         }
         // A39.
-        let scaled = |scale| run(level, &[0.0, 1.0, 2.0], &[10.0, 20.0, 30.0], Opts { scale: Some(scale), ..none.clone() });
+        let scaled =
+            |scale| run(level, &[0.0, 1.0, 2.0], &[10.0, 20.0, 30.0], Opts { scale: Some(scale), ..none.clone() });
         assert_close(scaled(-1.0).0, 14.247896, 1e-5, 0.0, level.name());
         assert_close(scaled(0.0).0, 20.0, 1e-5, 0.0, level.name());
         assert_close(scaled(-0.0).0, 20.0, 1e-5, 0.0, level.name());
         // ALiBi is neither scaled nor capped.
-        let options = Opts { alibi: Some((vec![100.0], Diagonal::Offset(2))), softcap: Some(1.0), scale: Some(0.0), ..none.clone() };
+        let options = Opts {
+            alibi: Some((vec![100.0], Diagonal::Offset(2))),
+            softcap: Some(1.0),
+            scale: Some(0.0),
+            ..none.clone()
+        };
         assert_eq!(run(level, &[5.0], &[7.0], options).1, -200.0);
     }
 }
@@ -64,7 +85,8 @@ fn order_of_the_score() {
 #[test]
 fn order_of_the_score_ends_with_the_sink() {
     for &level in levels() {
-        let run = |sink, options: Opts| run(level, &[0.0, 0.0], &[3.0, 9.0], Opts { sinks: Some(vec![sink]), ..options });
+        let run =
+            |sink, options: Opts| run(level, &[0.0, 0.0], &[3.0, 9.0], Opts { sinks: Some(vec![sink]), ..options });
         let close = |a: f32, b: f64| assert_close(a, b, 1e-6, 1e-6, level.name());
         let third = run(0.0, Opts::default());
         close(third.0, 4.0);
@@ -90,7 +112,11 @@ fn order_of_the_score_with_infinite_scores() {
         let sinks = |sink| Opts { sinks: Some(vec![sink]), ..Opts::default() };
         assert_eq!(run(level, &[0.0, NI], &values, Opts::default()), (1.0, 0.0, vec![1.0, 0.0]));
         let alone = run(level, &[NI, NI], &values, Opts::default());
-        assert!(alone.0.is_nan() && alone.1.is_nan() && alone.2.iter().all(|w| w.is_nan()), "{}: {alone:?}", level.name());
+        assert!(
+            alone.0.is_nan() && alone.1.is_nan() && alone.2.iter().all(|w| w.is_nan()),
+            "{}: {alone:?}",
+            level.name()
+        );
         let no_sink = run(level, &[NI, NI], &values, sinks(NI));
         assert!(no_sink.0.is_nan() && no_sink.1.is_nan(), "{}: {no_sink:?}", level.name());
         let sink = run(level, &[NI, NI], &values, sinks(3.0));

@@ -40,7 +40,8 @@ fn grouped_heads_equal_expanded_ones() {
         let mut expanded = grouped.clone();
         expanded.shape.num_kv_heads = heads;
         let repeat = |data: &[f32], width: usize| -> Vec<f32> {
-            let head = |at: usize| &data[(at / heads * kv_heads + at % heads * kv_heads / heads) * s * width..][..s * width];
+            let head =
+                |at: usize| &data[(at / heads * kv_heads + at % heads * kv_heads / heads) * s * width..][..s * width];
             (0..2 * heads).flat_map(|at| head(at).to_vec()).collect()
         };
         expanded.k = repeat(&grouped.k, 8);
@@ -95,8 +96,9 @@ fn any_size() {
 /// A32, A33: every width, with only the last element of the keys unlike zero so that none can be forgotten.
 #[test]
 fn any_size_of_head() {
-    let widths: Vec<usize> =
-        (1..=20).chain([23, 24, 25, 31, 32, 33, 37, 40, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 256, 320, 576]).collect();
+    let widths: Vec<usize> = (1..=20)
+        .chain([23, 24, 25, 31, 32, 33, 37, 40, 48, 63, 64, 65, 80, 96, 112, 127, 128, 129, 256, 320, 576])
+        .collect();
     for (at, &d) in widths.iter().enumerate() {
         let dv = widths[(at * 7 + 3) % widths.len()];
         let types = TYPES[at % TYPES.len()];
@@ -139,7 +141,10 @@ fn any_size_is_nothing_too() {
                     let results = call.run(level, Wanted::Weights);
                     expected.check(&call, level, &results, "an axis of 0");
                     if shape.seqlen_k == 0 {
-                        assert!(results.out.iter().all(|&x| x == 0.0) && results.lse.iter().all(|&x| x == f32::NEG_INFINITY));
+                        assert!(
+                            results.out.iter().all(|&x| x == 0.0)
+                                && results.lse.iter().all(|&x| x == f32::NEG_INFINITY)
+                        );
                     }
                 }
             }
@@ -150,7 +155,13 @@ fn any_size_is_nothing_too() {
 /// Averaged weights of no heads: written, and not NaN.
 #[test]
 fn any_size_is_nothing_too_for_averaged_weights() {
-    for sizes in [[2, 0, 0, 3, 5, 6, 7], [2, 0, 2, 3, 5, 6, 7], [0, 4, 2, 3, 5, 6, 7], [2, 4, 2, 3, 5, 0, 0], [2, 4, 2, 3, 5, 6, 0]] {
+    for sizes in [
+        [2, 0, 0, 3, 5, 6, 7],
+        [2, 0, 2, 3, 5, 6, 7],
+        [0, 4, 2, 3, 5, 6, 7],
+        [2, 4, 2, 3, 5, 0, 0],
+        [2, 4, 2, 3, 5, 6, 0],
+    ] {
         let mut call = Call::random(shape(sizes), ALL_F32, &mut Rng::new(104));
         call.options.scale = Some(1.0);
         let expected = call.expected();

@@ -166,8 +166,11 @@ impl Call {
         let mut normals = |shape: [usize; 4], dtype: Dtype| -> Vec<f32> {
             (0..shape.iter().product()).map(|_| dtype.round(rng.normal())).collect()
         };
-        let (q, k, v) =
-            (normals(q_shape(&shape), types[0]), normals(k_shape(&shape), types[1]), normals(v_shape(&shape), types[2]));
+        let (q, k, v) = (
+            normals(q_shape(&shape), types[0]),
+            normals(k_shape(&shape), types[1]),
+            normals(v_shape(&shape), types[2]),
+        );
         let mut options = Opts::default();
         if shape.head_dim == 0 {
             options.scale = Some(1.0);
@@ -192,7 +195,8 @@ impl Call {
 
     pub(crate) fn places(mut self, places: Places) -> Self {
         self.places = places;
-        let settle = |data: &mut Vec<f32>, shape, place| *data = PoisonedInput::new(data.as_slice(), shape, place).packed();
+        let settle =
+            |data: &mut Vec<f32>, shape, place| *data = PoisonedInput::new(data.as_slice(), shape, place).packed();
         settle(&mut self.q, q_shape(&self.shape), places.q);
         settle(&mut self.k, k_shape(&self.shape), places.k);
         settle(&mut self.v, v_shape(&self.shape), places.v);
@@ -281,8 +285,7 @@ fn run<Q: Bits, K: Bits, V: Bits, O: Bits>(call: &Call, level: Level, wanted: Wa
     let v = input::<V>(&call.v, v_shape(shape), places.v);
     let mut out = PoisonedOutput::<O>::new(out_shape(shape), places.out);
     let planes = if wanted == Wanted::Averaged { 1 } else { shape.num_heads };
-    let mut weights =
-        PoisonedOutput::<f32>::new([shape.batch, planes, shape.seqlen_q, shape.seqlen_k], places.weights);
+    let mut weights = PoisonedOutput::<f32>::new([shape.batch, planes, shape.seqlen_q, shape.seqlen_k], places.weights);
     let mut lse = poisoned_list(shape.batch * shape.num_heads * shape.seqlen_q);
     let inner = 5..lse.len() - 7;
     let mut outputs = Outputs::new(out.view());
@@ -324,11 +327,7 @@ impl Results {
             if data.is_empty() { data } else { &data[row * width..][..width] }
         }
         let row = (b * shape.num_heads + h) * shape.seqlen_q + i;
-        (
-            part(&self.out, row, shape.head_dim_v),
-            part(&self.lse, row, 1),
-            part(&self.weights, row, shape.seqlen_k),
-        )
+        (part(&self.out, row, shape.head_dim_v), part(&self.lse, row, 1), part(&self.weights, row, shape.seqlen_k))
     }
 
     /// Asserts that one row is the same bit for bit.

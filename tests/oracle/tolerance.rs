@@ -84,7 +84,10 @@ impl Expected {
             let say = |what: &str, i: usize, is: f32, expected: f64, tolerance: f64| {
                 panic!(
                     "{context} on {} of {:?}: {what}[{i}] of row {row:?} is {is:e} instead of {expected:e}, allowed {tolerance:e}; {:?} {:?}",
-                    level.name(), call.types, call.shape, call.options
+                    level.name(),
+                    call.types,
+                    call.shape,
+                    call.options
                 )
             };
             for (i, (&is, &expected)) in out.iter().zip(&self.attention.out[at * width..]).enumerate() {
@@ -98,7 +101,9 @@ impl Expected {
                     say("lse", 0, is, self.attention.lse[at], lse);
                 }
             }
-            for (i, (&is, &expected)) in weights.iter().zip(&self.attention.weights[at * call.shape.seqlen_k..]).enumerate() {
+            for (i, (&is, &expected)) in
+                weights.iter().zip(&self.attention.weights[at * call.shape.seqlen_k..]).enumerate()
+            {
                 let [b, h, query] = row;
                 let fits = is_close(is, expected, weight, 0.0) && (is == 0.0 || call.sees([b, h, query, i]));
                 if !fits {
@@ -124,7 +129,9 @@ impl Expected {
             assert!(
                 is_close(is, expected, tolerance, 0.0) && (is == 0.0 || !hidden),
                 "{context} on {}: averaged weight of item {b} query {i} key {j} is {is:e} instead of {expected:e}, allowed {tolerance:e}; {:?} {:?}",
-                level.name(), call.shape, call.options
+                level.name(),
+                call.shape,
+                call.options
             );
         }
     }

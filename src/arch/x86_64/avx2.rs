@@ -11,7 +11,8 @@ pub(crate) struct Avx2(());
 
 impl Avx2 {
     pub(crate) fn new() -> Option<Self> {
-        let found = is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
+        let found =
+            is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
         found.then_some(Self(()))
     }
 }
@@ -58,6 +59,22 @@ impl Lanes for Avx2 {
         let dst = &mut dst[..Self::LANES];
         // SAFETY: features as above; the slice has 8 elements, and the store needs no alignment.
         unsafe { _mm256_storeu_ps(dst.as_mut_ptr(), x) }
+    }
+
+    #[inline(always)]
+    fn load_partial(self, src: &[f32], fill: f32) -> __m256 {
+        // SAFETY: features as above; the mask has the lanes that the slice has elements for, and no others are read.
+        unsafe {
+            let mask = first_lanes(src.len());
+            let loaded = _mm256_maskload_ps(src.as_ptr(), mask);
+            _mm256_blendv_ps(_mm256_set1_ps(fill), loaded, _mm256_castsi256_ps(mask))
+        }
+    }
+
+    #[inline(always)]
+    fn store_partial(self, x: __m256, dst: &mut [f32]) {
+        // SAFETY: features as above; the mask has the lanes that the slice has elements for, and no others are written.
+        unsafe { _mm256_maskstore_ps(dst.as_mut_ptr(), first_lanes(dst.len()), x) }
     }
 
     #[inline(always)]
@@ -132,6 +149,13 @@ impl Lanes for Avx2 {
             self.store(column, &mut dst[i * dst_stride..]);
         }
     }
+}
+
+/// A mask of the first `n` lanes, or all of them.
+#[target_feature(enable = "avx2,fma,f16c")]
+#[inline]
+fn first_lanes(n: usize) -> __m256i {
+    _mm256_cmpgt_epi32(_mm256_set1_epi32(n.min(Avx2::LANES) as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 }
 
 /// 8 x 8 in 24 shuffles: 4 x 4 blocks within the halves, then the halves.

@@ -67,6 +67,18 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn load_partial(self, src: &[f32], fill: f32) -> __m512 {
+        // SAFETY: features as above; the mask has the lanes that the slice has elements for, and no others are read.
+        unsafe { _mm512_mask_loadu_ps(_mm512_set1_ps(fill), first_lanes(src.len()), src.as_ptr()) }
+    }
+
+    #[inline(always)]
+    fn store_partial(self, x: __m512, dst: &mut [f32]) {
+        // SAFETY: features as above; the mask has the lanes that the slice has elements for, and no others are written.
+        unsafe { _mm512_mask_storeu_ps(dst.as_mut_ptr(), first_lanes(dst.len()), x) }
+    }
+
+    #[inline(always)]
     fn add(self, a: __m512, b: __m512) -> __m512 {
         avx512!(_mm512_add_ps(a, b))
     }
@@ -137,6 +149,12 @@ impl Lanes for Avx512 {
             self.store(column, &mut dst[i * dst_stride..]);
         }
     }
+}
+
+/// A mask of the first `n` lanes, or all of them.
+#[inline(always)]
+fn first_lanes(n: usize) -> __mmask16 {
+    if n < Avx512::LANES { (1 << n) - 1 } else { __mmask16::MAX }
 }
 
 /// 16 x 16 in 64 shuffles: 4 x 4 blocks within the 128-bit quarters, then the quarters.
