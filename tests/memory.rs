@@ -139,8 +139,10 @@ impl<T: Element> Setup<T> {
         let scores = [self.shape.batch, self.shape.num_heads, l, s];
         let window = Window { left: Some(100), right: Some(20), diagonal: Diagonal::BottomRight };
         // Masks of all rows and keys, out of little memory: along the keys, along the queries.
-        let by_key = Mask::attend(View::with_strides(&self.seen, scores, [0, 0, 0, 1]).unwrap()).unwrap();
-        let by_query = Bias::new(View::with_strides(&self.bias, scores, [0, 0, 1, 0]).unwrap()).unwrap();
+        let by_key = Mask::attend(View::with_strides(&self.seen, scores, [0, 0, 0, 1]).expect("a valid call"))
+            .expect("a valid call");
+        let by_query = Bias::new(View::with_strides(&self.bias, scores, [0, 0, 1, 0]).expect("a valid call"))
+            .expect("a valid call");
         vec![
             ("plain", new),
             ("causal", new.causal(Diagonal::BottomRight)),
@@ -183,7 +185,7 @@ impl<T: Element> Target<T> {
     }
 
     fn outputs(&mut self, shape: [usize; 4]) -> Outputs<'_, T> {
-        Outputs::new(HeadsMut::bhsd(&mut self.out, shape).unwrap()).lse(&mut self.lse)
+        Outputs::new(HeadsMut::bhsd(&mut self.out, shape).expect("a valid call")).lse(&mut self.lse)
     }
 }
 
@@ -195,17 +197,20 @@ fn shape([batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim]: [usize;
 fn assert_second_run_is_free<T: Element>(sizes: [usize; 6], context: &str) {
     let setup = Setup::<T>::new(shape(sizes));
     let [q_shape, kv_shape] = setup.shapes();
-    let (q, kv) = (Heads::bhsd(&setup.q, q_shape).unwrap(), Heads::bhsd(&setup.kv, kv_shape).unwrap());
+    let (q, kv) = (
+        Heads::bhsd(&setup.q, q_shape).expect("a valid call"),
+        Heads::bhsd(&setup.kv, kv_shape).expect("a valid call"),
+    );
     let mut target = Target::of(&setup);
     let mut weights = vec![0.0f32; sizes[0] * sizes[1] * sizes[3] * sizes[4]];
     let weights_shape = [sizes[0], sizes[1], sizes[3], sizes[4]];
     for (name, options) in setup.options() {
         for &level in levels() {
-            let mut plan = MultiHead::new(setup.shape, &options.level(level)).unwrap();
+            let mut plan = MultiHead::new(setup.shape, &options.level(level)).expect("a valid call");
             let mut run = || {
-                plan.run_with(&q, &kv, &kv, target.outputs(q_shape)).unwrap();
-                let weights = HeadsMut::bhsd(&mut weights, weights_shape).unwrap();
-                plan.run_with(&q, &kv, &kv, target.outputs(q_shape).weights(weights)).unwrap();
+                plan.run_with(&q, &kv, &kv, target.outputs(q_shape)).expect("a valid call");
+                let weights = HeadsMut::bhsd(&mut weights, weights_shape).expect("a valid call");
+                plan.run_with(&q, &kv, &kv, target.outputs(q_shape).weights(weights)).expect("a valid call");
             };
             run();
             let (calls, bytes) = measure(|| (0..5).for_each(|_| run()));
@@ -262,10 +267,13 @@ fn memory_is_bounded_outside_of_a_pool() {
     assert_second_run_is_free::<f32>([1, 2, 1, 20, 40, 16], "outside of a pool");
     let setup = Setup::<f32>::new(shape([2, 4, 2, 150, 300, 33]));
     let [q_shape, kv_shape] = setup.shapes();
-    let (q, kv) = (Heads::bhsd(&setup.q, q_shape).unwrap(), Heads::bhsd(&setup.kv, kv_shape).unwrap());
+    let (q, kv) = (
+        Heads::bhsd(&setup.q, q_shape).expect("a valid call"),
+        Heads::bhsd(&setup.kv, kv_shape).expect("a valid call"),
+    );
     let mut target = Target::of(&setup);
-    let mut plan = MultiHead::new(setup.shape, &Options::new()).unwrap();
-    let mut run = || plan.run_with(&q, &kv, &kv, target.outputs(q_shape)).unwrap();
+    let mut plan = MultiHead::new(setup.shape, &Options::new()).expect("a valid call");
+    let mut run = || plan.run_with(&q, &kv, &kv, target.outputs(q_shape)).expect("a valid call");
     // The first steals of each thread of the global pool.
     (0..20).for_each(|_| run());
     let (calls, _) = measure(|| (0..100).for_each(|_| run()));
@@ -275,12 +283,15 @@ fn memory_is_bounded_outside_of_a_pool() {
 /// Bytes that one call of `multi_head_with` on a thread that has made none needs beyond its operands.
 fn extra<T: Element>(setup: &Setup<T>, target: &mut Target<T>, options: &Options<'_>) -> usize {
     let [q_shape, kv_shape] = setup.shapes();
-    let (q, kv) = (Heads::bhsd(&setup.q, q_shape).unwrap(), Heads::bhsd(&setup.kv, kv_shape).unwrap());
+    let (q, kv) = (
+        Heads::bhsd(&setup.q, q_shape).expect("a valid call"),
+        Heads::bhsd(&setup.kv, kv_shape).expect("a valid call"),
+    );
     let mut bytes = 0;
     std::thread::scope(|scope| {
         let thread = scope.spawn(|| {
             COUNTS.set(true);
-            measure(|| multi_head_with(&q, &kv, &kv, target.outputs(q_shape), options).unwrap()).1
+            measure(|| multi_head_with(&q, &kv, &kv, target.outputs(q_shape), options).expect("a valid call")).1
         });
         bytes = thread.join().expect("the call succeeds");
     });
@@ -307,7 +318,10 @@ fn memory_is_bounded() {
                 let say = format!("{name} {heads}/{kv_heads} on {}: {short} bytes, then {long}", level.name());
                 assert!(short > 0 && long * 10 <= short * 11, "{say}");
                 // Threads of this machine times a tile of this head_dim, generously: not K and V, nor L x S.
-                let threads = MultiHead::new(setups[1].shape, &Options::new().level(level)).unwrap().explain().threads;
+                let threads = MultiHead::new(setups[1].shape, &Options::new().level(level))
+                    .expect("a valid call")
+                    .explain()
+                    .threads;
                 assert!(long <= threads * (256 << 10), "{say}");
             }
         }
@@ -357,12 +371,15 @@ fn memory_is_bounded_and_reused_between_calls() {
     let _alone = alone();
     let setup = Setup::<f32>::new(shape([1, 2, 1, 30, 100, 16]));
     let [q_shape, kv_shape] = setup.shapes();
-    let (q, kv) = (Heads::bhsd(&setup.q, q_shape).unwrap(), Heads::bhsd(&setup.kv, kv_shape).unwrap());
+    let (q, kv) = (
+        Heads::bhsd(&setup.q, q_shape).expect("a valid call"),
+        Heads::bhsd(&setup.kv, kv_shape).expect("a valid call"),
+    );
     let mut target = Target::of(&setup);
     for &level in levels() {
         let mut run = || {
-            let out = HeadsMut::bhsd(&mut target.out, q_shape).unwrap();
-            multi_head(&q, &kv, &kv, out, &Options::new().level(level)).unwrap();
+            let out = HeadsMut::bhsd(&mut target.out, q_shape).expect("a valid call");
+            multi_head(&q, &kv, &kv, out, &Options::new().level(level)).expect("a valid call");
         };
         run();
         assert_eq!(measure(|| (0..5).for_each(|_| run())), (0, 0), "{}", level.name());
@@ -376,7 +393,7 @@ fn memory_is_bounded_by_what_explain_says() {
     for &level in levels() {
         for sizes in [[1, 2, 1, 20, 40, 16], [2, 4, 2, 300, 300, 64]] {
             let mut plan = None;
-            measure(|| plan = Some(MultiHead::new(shape(sizes), &Options::new().level(level)).unwrap()));
+            measure(|| plan = Some(MultiHead::new(shape(sizes), &Options::new().level(level)).expect("a valid call")));
             let held = ALLOCATOR.bytes.load(Ordering::SeqCst) - usize::MAX / 2;
             let said = plan.expect("made").explain().workspace_bytes;
             assert_eq!(held, said, "{} {sizes:?}", level.name());

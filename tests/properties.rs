@@ -189,12 +189,8 @@ fn chunk(call: &Call, first: usize, count: usize) -> Call {
     let s = call.shape;
     let mut part = call.clone();
     part.shape.seqlen_q = count;
-    let rows = |data: &[f32], width: usize| -> Vec<f32> {
-        data.chunks((s.seqlen_q * width).max(1))
-            .flat_map(|head| head[first * width..][..count * width].to_vec())
-            .collect()
-    };
-    part.q = rows(&call.q, s.head_dim);
+    let head = |head: &[f32]| head[first * s.head_dim..][..count * s.head_dim].to_vec();
+    part.q = call.q.chunks((s.seqlen_q * s.head_dim).max(1)).flat_map(head).collect();
     let moved = |diagonal: Diagonal| match diagonal {
         Diagonal::TopLeft => Diagonal::Offset(first as isize),
         Diagonal::Offset(offset) => Diagonal::Offset(offset + first as isize),

@@ -183,7 +183,7 @@ fn hidden_is_unread_in_the_bias_too() {
 #[test]
 fn hidden_is_unread_down_to_the_sign_of_zero() {
     for s in [3, 5, 9, 40] {
-        let seen = |j: usize| j % 2 == 0 && j + 1 < s.max(4);
+        let seen = |j: usize| j.is_multiple_of(2) && j + 1 < s.max(4);
         let mut call = Call::random(shape([1, 1, 1, 6, s, 1, 4]), ALL_F32, &mut Rng::new(33));
         // The first key has the largest score and V = 0, the others a weight below 1/2 and V = -2^-149: products that round
         // to -0.

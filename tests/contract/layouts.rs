@@ -91,13 +91,13 @@ fn output(call: &Call, options: &Options<'_>) -> Vec<f32> {
     let s = &call.shape;
     let mut out = vec![f32::NAN; s.batch * s.num_heads * s.seqlen_q * s.head_dim_v];
     multi_head(
-        &Heads::bhsd(&call.q, [s.batch, s.num_heads, s.seqlen_q, s.head_dim]).unwrap(),
-        &Heads::bhsd(&call.k, [s.batch, s.num_kv_heads, s.seqlen_k, s.head_dim]).unwrap(),
-        &Heads::bhsd(&call.v, [s.batch, s.num_kv_heads, s.seqlen_k, s.head_dim_v]).unwrap(),
-        HeadsMut::bhsd(&mut out, [s.batch, s.num_heads, s.seqlen_q, s.head_dim_v]).unwrap(),
+        &Heads::bhsd(&call.q, [s.batch, s.num_heads, s.seqlen_q, s.head_dim]).expect("packed"),
+        &Heads::bhsd(&call.k, [s.batch, s.num_kv_heads, s.seqlen_k, s.head_dim]).expect("packed"),
+        &Heads::bhsd(&call.v, [s.batch, s.num_kv_heads, s.seqlen_k, s.head_dim_v]).expect("packed"),
+        HeadsMut::bhsd(&mut out, [s.batch, s.num_heads, s.seqlen_q, s.head_dim_v]).expect("packed"),
         options,
     )
-    .unwrap();
+    .expect("a valid call");
     out
 }
 

@@ -97,16 +97,12 @@ fn one_parallel_region_in_any_nesting() {
             scope.spawn(|scope| scope.spawn(|_| check("from a task of a task")));
         });
         for pool in [&one, &two] {
-            pool.scope(|scope| (0..20).for_each(|_| scope.spawn(|_| check("one of twenty"))));
+            pool.scope(|scope| (0..8).for_each(|_| scope.spawn(|_| check("one of eight"))));
         }
         let small = small();
         let expected = small.run(level, Wanted::Weights);
-        let many = |scope: &rayon::Scope<'_>| {
-            let one = || small.run(level, Wanted::Weights).assert_same_bits(&expected, "one of a hundred");
-            rayon::scope(|inner| (0..50).for_each(|_| inner.spawn(|_| one())));
-            let _ = scope;
-        };
-        three.scope(|scope| many(scope));
+        let one = || small.run(level, Wanted::Weights).assert_same_bits(&expected, "one of a hundred");
+        three.scope(|scope| (0..100).for_each(|_| scope.spawn(|_| one())));
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| check("from a thread of its own"));

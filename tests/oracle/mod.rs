@@ -237,7 +237,7 @@ impl Call {
                 &heads(&self.v, v_shape(&self.shape)),
                 options,
             )
-            .unwrap_or_else(|error| panic!("{error}: {self:?}"))
+            .unwrap_or_else(|error| panic!("{error}: {:?} {:?}", self.shape, self.options))
         })
     }
 
@@ -299,7 +299,7 @@ fn run<Q: Bits, K: Bits, V: Bits, O: Bits>(call: &Call, level: Level, wanted: Wa
     }
     call.options
         .with(|options| multi_head_with(&q.view(), &k.view(), &v.view(), outputs, &options.level(level)))
-        .unwrap_or_else(|error| panic!("{error}: {call:?}"));
+        .unwrap_or_else(|error| panic!("{error}: {:?} {:?}", call.shape, call.options));
     let context = format!("{} {wanted:?} {:?} {:?}", level.name(), call.types, call.shape);
     let has_weights = matches!(wanted, Wanted::Weights | Wanted::Averaged);
     if !has_weights {

@@ -1,9 +1,11 @@
+use core::fmt;
+
 use polyhead::{Bias, Diagonal, Mask, Options, Shape, View, Window};
 
 use crate::support::{Arrangement, PoisonedInput, Rng};
 
 /// A boolean mask, packed; its axes are 1 or those of the scores.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct MaskTable {
     pub(crate) values: Vec<bool>,
     pub(crate) shape: [usize; 4],
@@ -12,10 +14,23 @@ pub(crate) struct MaskTable {
 }
 
 /// A bias, packed; its axes are 1 or those of the scores.
-#[derive(Clone, Debug)]
+#[derive(Clone)]
 pub(crate) struct BiasTable {
     pub(crate) values: Vec<f32>,
     pub(crate) shape: [usize; 4],
+}
+
+// Tables are too long to read in a failure; seeds and rules say what they hold.
+impl fmt::Debug for MaskTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "mask {:?} attend {}", self.shape, self.attend)
+    }
+}
+
+impl fmt::Debug for BiasTable {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "bias {:?}", self.shape)
+    }
 }
 
 /// Options that own what they need.

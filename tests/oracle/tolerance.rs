@@ -5,7 +5,8 @@
 //!
 //! * A score `scale * q.k` of `D` products moves by about `u (2 + sqrt(D)) |scale| |q|.|k|` (u = 2^-24; a random walk of `D`
 //!   roundings, of partial sums no larger than `|q|.|k|`, and one each for scale, its own rounding and the exponent's factor).
-//!   It is proportional to the score's size: scores of 1e6 are known to 0.1. Softcap, ALiBi and bias add 4 u of the terms.
+//!   It is proportional to the score's size: scores of 1e6 are known to 0.1. Softcap shrinks that by its slope;
+//!   softcap, ALiBi and bias add 4 u of the terms.
 //! * Moving the score of key j by `d_j` and the largest by `d_top` changes the ratio of their weights by `exp(d_j + d_top)`. A
 //!   weight `w_j` changes by no more than `min(1, w_j exp(x)) min(1, 1.3 x)`, `x = d_j + d_top`, summed over the keys, and the
 //!   output by that times the largest visible `|V|`.
@@ -167,12 +168,20 @@ impl Row {
         for j in (0..s).filter(|&j| call.sees([b, h, i, j])) {
             let row = call.key_row(b, h, j);
             let k = &call.k[row * d..][..d];
-            let size = scale * q.iter().zip(k).map(|(x, y)| (f64::from(*x) * f64::from(*y)).abs()).sum::<f64>();
-            let score = call.options.softcap.map_or(size, |cap| size.min(cap.into()));
-            let terms = score + call.options.alibi_at(&call.shape, [b, h, i, j]).abs();
-            let terms = terms + f64::from(call.options.bias_at([b, h, i, j])).abs();
-            // Nothing is rounded of an infinite score.
-            moves[j] = if size == f64::INFINITY { 0.0 } else { U * ((2.0 + (d as f64).sqrt()) * size + 4.0 * terms) };
+            let products = || q.iter().zip(k).map(|(&x, &y)| f64::from(x) * f64::from(y));
+            let size = scale * products().map(f64::abs).sum::<f64>();
+            // As the cap leaves it.
+            let shown = call.options.softcap.map_or(size, |cap| size.min(cap.into()));
+            let mut terms = shown + call.options.alibi_at(&call.shape, [b, h, i, j]).abs();
+            terms += f64::from(call.options.bias_at([b, h, i, j])).abs();
+            let mut dot = (2.0 + (d as f64).sqrt()) * size * U;
+            if let Some(cap) = call.options.softcap.map(f64::from) {
+                // The slope of the cap where it is steepest. (Of infinite scores nothing is rounded.)
+                let least = (scale * products().sum::<f64>()).abs() - dot;
+                let slope = 1.0 - (least.max(0.0) / cap).tanh().powi(2);
+                dot = if size == f64::INFINITY { 0.0 } else { dot * slope };
+            }
+            moves[j] = if terms == f64::INFINITY { 0.0 } else { dot + 4.0 * U * terms };
             if top.is_none_or(|top| weights[j] > weights[top]) {
                 top = Some(j);
             }
@@ -187,6 +196,7 @@ impl Row {
             weight += largest * (1.3 * x).min(1.0);
             lse += largest * x;
         }
-        Self { weight, lse, v_max }
+        // All of the weight can go from one key to another.
+        Self { weight: f64::min(weight, 2.0), lse, v_max }
     }
 }
