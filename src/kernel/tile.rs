@@ -184,9 +184,10 @@ fn value_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, op: &mut Values<
             *acc = l.mul(o, l.splat(alpha[I]));
         });
     }
-    for (key, p) in op.p.chunks_exact(op.lanes).take(count).enumerate() {
-        let a = &p[row..][..MR];
-        let values = &data[key * stride + column..][..NV * L::LANES];
+    // Rows of one block may have stride 0.
+    let rows = data[column..].chunks(stride.max(width));
+    for (p, values) in op.p[row..].chunks(op.lanes).zip(rows).take(count) {
+        let (a, values) = (&p[..MR], &values[..NV * L::LANES]);
         let mut b = [l.splat(0.0); NV];
         for j in 0..NV {
             b[j] = l.load(&values[j * L::LANES..]);
