@@ -189,6 +189,10 @@ impl Workspace {
     /// stay together: their tasks share K and V in cache (causal, D 128, S 2048: 0.60 of full if all blocks of all heads are
     /// sorted by weight, 0.54 so).
     fn order_tasks(&mut self, problem: &Problem<'_>, grid: &Grid) -> Result<u64> {
+        if self.tasks.is_empty() {
+            // The product of the axes is 0, but that of some of them may overflow.
+            return Ok(0);
+        }
         let (head_blocks, query_blocks) = (grid.head_blocks(), grid.query_blocks());
         self.batches.clear();
         grow(&mut self.batches, grid.batch, Default::default)?;
