@@ -184,24 +184,41 @@ fn value_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, op: &mut Values<
             *acc = l.mul(o, l.splat(alpha[I]));
         });
     }
-    // Rows of one block may have stride 0.
-    let rows = data[column..].chunks(stride.max(width));
-    for (p, values) in op.p[row..].chunks(op.lanes).zip(rows).take(count) {
-        let (a, values) = (&p[..MR], &values[..NV * L::LANES]);
-        let mut b = [l.splat(0.0); NV];
-        for j in 0..NV {
-            b[j] = l.load(&values[j * L::LANES..]);
-        }
-        for i in 0..MR {
-            let a = l.splat(a[i]);
-            for j in 0..NV {
-                acc[i][j] = l.fma(a, b[j], acc[i][j]);
-            }
-        }
+    // All keys but the last in chunks of exact size, which leaves no check in the loop; behind the last row there may be nothing.
+    // (A check or two a key: 72 of 118 GFLOP/s where this has WITHOUT, AVX2, D 64.)
+    let stride = stride.max(width);
+    let last = count - 1;
+    let values = &data[column..][..last * stride + NV * L::LANES];
+    let rows = values[..last * stride].chunks_exact(stride);
+    for (p, values) in op.p[..last * op.lanes].chunks_exact(op.lanes).zip(rows) {
+        acc = value_step(l, acc, &p[row..], values);
     }
+    acc = value_step(l, acc, &op.p[last * op.lanes + row..], &values[last * stride..]);
     unroll!(I < MR => for (j, acc) in acc[I].iter().enumerate() {
         l.store(*acc, &mut op.o[(row + I) * width + column + j * L::LANES..]);
     });
+}
+
+/// One key: `acc[i] += p[i] * values`.
+#[inline(always)]
+fn value_step<L: Lanes, const NV: usize, const MR: usize>(
+    l: L,
+    mut acc: [[L::V; NV]; MR],
+    p: &[f32],
+    values: &[f32],
+) -> [[L::V; NV]; MR] {
+    let (p, values) = (&p[..MR], &values[..NV * L::LANES]);
+    let mut b = [l.splat(0.0); NV];
+    for j in 0..NV {
+        b[j] = l.load(&values[j * L::LANES..]);
+    }
+    for i in 0..MR {
+        let a = l.splat(p[i]);
+        for j in 0..NV {
+            acc[i][j] = l.fma(a, b[j], acc[i][j]);
+        }
+    }
+    acc
 }
 
 /// As [`Values`], but a row meets only the keys that it sees: for values with NaN or infinities, which a probability of 0
