@@ -6,7 +6,7 @@ mod common;
 
 use common::{Data, Sizes, noise, pool};
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main, measurement::WallTime};
-use polyhead::{Bias, Diagonal, Level, Mask, Matrix, Options, Window};
+use polyhead::{Bias, Diagonal, Heads, HeadsMut, Level, Mask, Matrix, Options, Window, multi_head};
 use std::time::Duration;
 
 fn group<'c>(c: &'c mut Criterion, name: &str) -> BenchmarkGroup<'c, WallTime> {
@@ -123,8 +123,31 @@ fn a72_threshold(c: &mut Criterion) {
     group.finish();
 }
 
-/// A73: K rows 4096 bytes apart against packed ones. A74: causality and windows save what they hide.
-fn a73_a74_layout_and_visibility(c: &mut Criterion) {
+/// A73: rows of K and V 4096 bytes apart, which share one set of the L1 cache, against packed ones.
+fn a73_rows_4096_bytes_apart(c: &mut Criterion) {
+    let mut group = group(c, "cases/a73_rows_apart");
+    let (seqlen, dim, pool) = (1024, 128, pool(1));
+    let kv: Vec<f32> = noise(seqlen * 1024, 1);
+    let q: Vec<f32> = noise(seqlen * dim, 2);
+    let mut out = vec![0.0f32; seqlen * dim];
+    let shape = [1, 1, seqlen, dim];
+    let q = Heads::bhsd(&q, shape).expect("fits");
+    for (name, stride) in [("packed", dim), ("apart", 1024)] {
+        let kv = Heads::with_strides(&kv, shape, [0, 0, stride, 1]).expect("fits");
+        let mut run = || {
+            let out = HeadsMut::bhsd(&mut out, shape).expect("fits");
+            multi_head(&q, &kv, &kv, out, &Options::new()).expect("valid");
+        };
+        run();
+        group.throughput(Throughput::Elements(Sizes::of(1, 1, seqlen, dim).flops(1.0)));
+        group.bench_function(name, |b| pool.install(|| b.iter(&mut run)));
+        assert!(out.iter().all(|x| x.is_finite()));
+    }
+    group.finish();
+}
+
+/// A74: causality and windows save what they hide.
+fn a74_visibility(c: &mut Criterion) {
     let mut group = group(c, "cases/a74_visibility");
     let pool = pool(1);
     let sizes = Sizes::of(1, 1, 2048, 64);
@@ -147,6 +170,7 @@ criterion_group!(
     a69_masked_is_not_slower,
     a70_a71_one_query,
     a72_threshold,
-    a73_a74_layout_and_visibility
+    a73_rows_4096_bytes_apart,
+    a74_visibility
 );
 criterion_main!(benches);

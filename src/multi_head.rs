@@ -143,9 +143,10 @@ struct Task {
 
 /// Multiply-adds below which a call stays on the caller's thread.
 ///
-/// Two threads against one, (1, 2, S, S, 32): S 16 (33 k) 2.9 x slower, S 64 (0.5 M) 1.02 x faster, S 128 (2.1 M) 1.5 x faster;
-/// from outside a pool rayon wakes its threads first, which costs 5 to 20 us, the time of 0.25 to 1 M. Measured with
-/// `cargo bench --bench multi_head -- threshold`, see benches/README.md.
+/// (1, 2, S, S, 32) on one thread / on two of the pool the caller is in / on two, called from outside of the pool, in us:
+/// S 16 (0.03 M) 2.0 / 2.9 / 15, S 64 (0.5 M) 15 / 9 / 26, S 96 (1.2 M) 31 / 19 / 38, S 128 (2.1 M) 55 / 31 / 37 (AMD EPYC, Zen 4,
+/// two cores, 2026-11-30; `cargo bench --bench multi_head -- a72` with this constant at 0). From outside, waking a thread costs
+/// some 10 us, and two threads win from 1.5 M on; from inside, from 0.1 M.
 const SERIAL_BELOW: u64 = 1_000_000;
 
 /// One problem on one level, ready to run.

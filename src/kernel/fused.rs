@@ -238,7 +238,11 @@ impl<L: Lanes> Pass<'_, L> {
         let queries = &*self.area_of(tile, work.queries, problem.head_dim);
         self.l.vectorize(Scores { keys, queries, vectors: tile.vectors, s });
         let mut apply = |rule: Rule<'_>| self.l.vectorize(ScorePass { s, vectors: tile.vectors, rule });
-        if let Some(scale) = self.scale.before {
+        // With nothing between them, scale and bias share a pass.
+        let mixed = verdict == Verdict::Mixed;
+        let scale_with_bias = mixed && problem.softcap.is_none() && problem.alibi.is_none();
+        let scale = self.scale.before.unwrap_or(1.0);
+        if scale != 1.0 && !scale_with_bias {
             apply(Rule::Scale(scale));
         }
         if let Some(cap) = problem.softcap {
@@ -253,8 +257,8 @@ impl<L: Lanes> Pass<'_, L> {
             }
             apply(Rule::Alibi { slopes: first, positions: second });
         }
-        if verdict == Verdict::Mixed {
-            apply(Rule::Bias(work.bias));
+        if mixed {
+            apply(Rule::Bias { bias: work.bias, scale: if scale_with_bias { scale } else { 1.0 } });
         }
         let all_seen = tile.all.0 <= part.first && part.first + part.count <= tile.all.1;
         if !all_seen {
@@ -265,7 +269,7 @@ impl<L: Lanes> Pass<'_, L> {
             }
             apply(Rule::Range { from: first, to: second });
         }
-        Some(!all_seen || verdict == Verdict::Mixed)
+        Some(!all_seen || mixed)
     }
 
     /// Adds the values, weighed by the probabilities that start at `work.s[0]`, to the output of a tile, which is first

@@ -43,6 +43,10 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     /// `rows` rows (at least 1) the last stands in for those that are missing.
     fn transpose(self, src: &[f32], src_stride: usize, rows: usize, dst: &mut [f32], dst_stride: usize);
 
+    /// Asks for memory that will be read soon; a hint.
+    #[inline(always)]
+    fn prefetch(self, _src: &[f32]) {}
+
     /// Sum of the lanes, in an order that depends on the level alone.
     #[inline(always)]
     fn sum(self, x: Self::V) -> f32 {

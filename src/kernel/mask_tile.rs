@@ -56,6 +56,7 @@ pub(crate) fn build<L: Lanes>(
     let (mut hidden, mut clear) = (true, true);
     for (row, values) in stage.chunks_exact_mut(stride).take(rows).enumerate() {
         let verdict = build_row(problem, place.index(row), place.first_key, &mut values[..place.keys]);
+        prefetch_next(l, problem, place, row);
         hidden &= verdict == Verdict::Hidden;
         clear &= verdict == Verdict::Clear;
     }
@@ -71,6 +72,17 @@ pub(crate) fn build<L: Lanes>(
         l.vectorize(Transpose { src, dst: bias, dst_stride: lanes });
     }
     Verdict::Mixed
+}
+
+/// Asks for the biases of the next block of keys: rows of them are too far apart for the processor to foresee (a float mask at
+/// S 2048, D 64, AVX-512 costs 1.25 of no mask with it, 1.39 without).
+fn prefetch_next<L: Lanes>(l: L, problem: &Problem<'_>, place: &Place<'_>, row: usize) {
+    let next = place.first_key + place.keys;
+    if let Some(bias) = problem.bias.filter(|bias| bias.key_stride() == 1 && next < problem.seqlen_k) {
+        let [batch, head, query] = place.index(row);
+        let count = place.keys.min(problem.seqlen_k - next);
+        l.prefetch(&bias.data[bias.offset([batch, head, query, next])..][..count]);
+    }
 }
 
 /// One row of mask and bias.
@@ -90,14 +102,16 @@ fn build_row(problem: &Problem<'_>, [batch, head, query]: [usize; 3], first_key:
         None => {
             let Some((mask, attend)) = problem.mask else { return Verdict::Clear };
             copy(&mask, index, values, |seen| if seen == attend { 0.0 } else { f32::NEG_INFINITY });
-            // Sums of 0 and -inf: branch-free, unlike a search.
-            let (lowest, sum) = values.iter().fold((0.0f32, 0.0), |(low, sum), &x| (low.min(x), sum + x));
-            if lowest == 0.0 {
-                Verdict::Clear
-            } else if sum == f32::NEG_INFINITY && values.iter().all(|&x| x != 0.0) {
-                Verdict::Hidden
-            } else {
-                Verdict::Mixed
+            let source = &mask.data[mask.offset(index)..];
+            // Counting vectorises, as a search or a sum of floats does not; of bytes it is cheapest.
+            let seen = match mask.key_stride() {
+                1 => source[..values.len()].iter().filter(|&&seen| seen == attend).count(),
+                _ => values.iter().filter(|&&x| x == 0.0).count(),
+            };
+            match seen {
+                0 => Verdict::Hidden,
+                seen if seen == values.len() => Verdict::Clear,
+                _ => Verdict::Mixed,
             }
         }
     }

@@ -19,8 +19,8 @@ pub(crate) enum Rule<'a> {
     Softcap(f32),
     /// `s - slope * |position - key|`; positions count from the first key of the tile.
     Alibi { slopes: &'a [f32], positions: &'a [f32] },
-    /// `s + bias`, hidden where the bias is -inf. `[keys][lanes]`.
-    Bias(&'a [f32]),
+    /// `scale * s + bias`, hidden where the bias is -inf. `[keys][lanes]`.
+    Bias { bias: &'a [f32], scale: f32 },
     /// Hidden outside of `from <= key < to`, counted from the first key of the tile.
     Range { from: &'a [f32], to: &'a [f32] },
 }
@@ -41,11 +41,11 @@ impl Op for ScorePass<'_> {
                 let distance = l.abs(l.sub(l.load(&positions[j..]), l.splat(key as f32)));
                 add_finite(l, x, l.mul(l.sub(l.splat(0.0), l.load(&slopes[j..])), distance))
             }),
-            Rule::Bias(bias) => {
-                let stride = vectors * L::LANES;
+            Rule::Bias { bias, scale } => {
+                let (stride, scale) = (vectors * L::LANES, l.splat(scale));
                 each(l, s, vectors, |x, key, j| {
                     let b = l.load(&bias[key * stride + j..]);
-                    l.select(l.lt(b, l.splat(f32::MIN)), hidden, add_finite(l, x, b))
+                    l.select(l.lt(b, l.splat(f32::MIN)), hidden, add_finite(l, l.mul(x, scale), b))
                 });
             }
             Rule::Range { from, to } => each(l, s, vectors, |x, key, j| {

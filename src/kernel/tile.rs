@@ -185,7 +185,7 @@ fn value_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, op: &mut Values<
         });
     }
     // All keys but the last in chunks of exact size, which leaves no check in the loop; behind the last row there may be nothing.
-    // (A check or two a key: 72 of 118 GFLOP/s where this has WITHOUT, AVX2, D 64.)
+    // (With a check or two a key the portable level has 27 GFLOP/s where this has 30, D 64, S 512.)
     let stride = stride.max(width);
     let last = count - 1;
     let values = &data[column..][..last * stride + NV * L::LANES];

@@ -139,6 +139,14 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn prefetch(self, src: &[f32]) {
+        for line in src.chunks(16) {
+            // SAFETY: SSE is part of x86-64, and a prefetch reads nothing that the program can see.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
+        }
+    }
+
+    #[inline(always)]
     fn transpose(self, src: &[f32], src_stride: usize, rows: usize, dst: &mut [f32], dst_stride: usize) {
         let mut r = [self.splat(0.0); Self::LANES];
         for (i, row) in r.iter_mut().enumerate() {
