@@ -118,9 +118,10 @@ fn run<Q: Element, K: Element, V: Element>(input: &Input) {
 
     let scores = [batch, heads, l, s];
     let broadcast = |keep: [bool; 4]| core::array::from_fn(|i| if keep[i] { scores[i] } else { 1 });
-    let lengths: Option<Vec<usize>> = input.lengths.as_ref().map(|list| {
-        (0..batch).map(|i| usize::from(list.get(i).copied().unwrap_or(0)) % (s + 1)).collect()
-    });
+    let lengths: Option<Vec<usize>> = input
+        .lengths
+        .as_ref()
+        .map(|list| (0..batch).map(|i| usize::from(list.get(i).copied().unwrap_or(0)) % (s + 1)).collect());
     let mask_shape = input.mask.map(|(keep, _, _)| broadcast(keep)).unwrap_or([1; 4]);
     let bias_shape = input.bias.map(|(keep, _)| broadcast(keep)).unwrap_or([1; 4]);
     let density = input.mask.map_or(0, |(_, _, density)| density % 8);
@@ -195,7 +196,10 @@ fn run<Q: Element, K: Element, V: Element>(input: &Input) {
     let close = |ours: f32, theirs: f64, what: &str| {
         let same = f64::from(ours) == theirs || (ours.is_nan() && theirs.is_nan());
         let either_infinite = !ours.is_finite() && !theirs.is_finite();
-        assert!(same || either_infinite || (f64::from(ours) - theirs).abs() <= 2e-4 * (1.0 + theirs.abs()), "{what}: {ours} {theirs}");
+        assert!(
+            same || either_infinite || (f64::from(ours) - theirs).abs() <= 2e-4 * (1.0 + theirs.abs()),
+            "{what}: {ours} {theirs}"
+        );
     };
     let mut written = vec![false; out_len];
     let mut row = expected.out.iter();
