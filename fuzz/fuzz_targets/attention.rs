@@ -101,6 +101,38 @@ fn fill<T: Element>(len: usize, rng: &mut Rng, special: u8) -> Vec<T> {
         .collect()
 }
 
+/// Values up to 1, scores up to a few hundred: their rounding times the largest score bounds the error of a probability.
+fn close(ours: f32, theirs: f64, what: &str) {
+    let same = f64::from(ours) == theirs || (ours.is_nan() && theirs.is_nan());
+    let either_infinite = !ours.is_finite() && !theirs.is_finite();
+    assert!(
+        same || either_infinite || (f64::from(ours) - theirs).abs() <= 2e-4 * (1.0 + theirs.abs()),
+        "{what}: {ours} {theirs}"
+    );
+}
+
+/// Every element of the view is as expected, every other one as it was.
+fn check_out(out: &[f32], [batch, heads, l, dv]: [usize; 4], strides: [usize; 4], expected: &[f64]) {
+    let mut written = vec![false; out.len()];
+    let mut expected = expected.iter();
+    for b in 0..batch {
+        for h in 0..heads {
+            for i in 0..l {
+                for x in 0..dv {
+                    let at = [b, h, i, x].iter().zip(strides).map(|(i, stride)| i * stride).sum::<usize>();
+                    close(out[at], *expected.next().expect("as many"), "out");
+                    written[at] = true;
+                }
+            }
+        }
+    }
+    for (x, written) in out.iter().zip(written) {
+        assert!(written || x.to_bits() == POISON, "written outside of the view");
+    }
+}
+
+const POISON: u32 = 0x7fc0_1234;
+
 fn run<Q: Element, K: Element, V: Element>(input: &Input) {
     let mut rng = Rng(input.seed);
     let (batch, kv) = (usize::from(input.batch % 3), usize::from(input.kv_heads % 3));
@@ -173,7 +205,6 @@ fn run<Q: Element, K: Element, V: Element>(input: &Input) {
     let levels = Level::available();
     options = options.level(levels[usize::from(input.level) % levels.len()]);
 
-    const POISON: u32 = 0x7fc0_1234;
     let (out_strides, out_len) = layout[3];
     let mut out = vec![f32::from_bits(POISON); out_len];
     let mut lse = vec![0.0f32; batch * heads * l];
@@ -192,31 +223,7 @@ fn run<Q: Element, K: Element, V: Element>(input: &Input) {
         (Ok(()), Ok(expected)) => expected,
         (ours, theirs) => panic!("{ours:?} against {:?}", theirs.map(|_| ())),
     };
-    // Values up to 1, scores up to a few hundred: their rounding times the largest score bounds the error of a probability.
-    let close = |ours: f32, theirs: f64, what: &str| {
-        let same = f64::from(ours) == theirs || (ours.is_nan() && theirs.is_nan());
-        let either_infinite = !ours.is_finite() && !theirs.is_finite();
-        assert!(
-            same || either_infinite || (f64::from(ours) - theirs).abs() <= 2e-4 * (1.0 + theirs.abs()),
-            "{what}: {ours} {theirs}"
-        );
-    };
-    let mut written = vec![false; out_len];
-    let mut row = expected.out.iter();
-    for b in 0..batch {
-        for h in 0..heads {
-            for i in 0..l {
-                for x in 0..dv {
-                    let at = [b, h, i, x].iter().zip(out_strides).map(|(i, stride)| i * stride).sum::<usize>();
-                    close(out[at], *row.next().expect("as many"), "out");
-                    written[at] = true;
-                }
-            }
-        }
-    }
-    for (x, written) in out.iter().zip(written) {
-        assert!(written || x.to_bits() == POISON, "written outside of the view");
-    }
+    check_out(&out, shapes[3], out_strides, &expected.out);
     lse.iter().zip(&expected.lse).for_each(|(&x, &y)| close(x, y, "lse"));
     weights.iter().zip(&expected.weights).for_each(|(&x, &y)| close(x, y, "weights"));
 }
