@@ -4,11 +4,10 @@
 
 mod common;
 
-use common::{Data, Sizes, noise, pool};
+use common::{Data, Sizes, group, noise, pool};
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use half::{bf16, f16};
 use polyhead::{Bias, Diagonal, Element, Level, Mask, Matrix, Options, Window};
-use std::time::Duration;
 
 /// Tolerance of a checked row: values have unit variance.
 fn tolerance<T: Element>() -> f64 {
@@ -22,8 +21,7 @@ fn tolerance<T: Element>() -> f64 {
 }
 
 fn levels<T: Element>(c: &mut Criterion) {
-    let mut group = c.benchmark_group("attention");
-    group.sample_size(10).measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(200));
+    let mut group = group(c, "attention");
     let pool = pool(1);
     for &level in Level::available() {
         for (seqlen, dim) in [(512, 64), (2048, 64), (2048, 128)] {
@@ -46,8 +44,7 @@ fn levels<T: Element>(c: &mut Criterion) {
 }
 
 fn unfused(c: &mut Criterion) {
-    let mut group = c.benchmark_group("attention");
-    group.sample_size(10).measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(200));
+    let mut group = group(c, "attention");
     let pool = pool(1);
     for &level in Level::available() {
         for (seqlen, dim) in [(512, 64), (2048, 64), (2048, 128)] {
@@ -66,8 +63,7 @@ fn unfused(c: &mut Criterion) {
 
 /// What each option costs, on the best level; throughput counts visible pairs.
 fn options(c: &mut Criterion) {
-    let mut group = c.benchmark_group("attention_options");
-    group.sample_size(10).measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(200));
+    let mut group = group(c, "attention_options");
     let (seqlen, pool) = (2048, pool(1));
     let sizes = Sizes::of(1, 1, seqlen, 64);
     let mut data = Data::<f32>::new(sizes);

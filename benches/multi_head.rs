@@ -4,16 +4,9 @@
 
 mod common;
 
-use common::{Data, Sizes, noise, pool};
-use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main, measurement::WallTime};
+use common::{Data, Sizes, group, noise, pool};
+use criterion::{Criterion, Throughput, criterion_group, criterion_main};
 use polyhead::{Bias, Diagonal, Heads, HeadsMut, Level, Mask, Matrix, Options, Window, multi_head};
-use std::time::Duration;
-
-fn group<'c>(c: &'c mut Criterion, name: &str) -> BenchmarkGroup<'c, WallTime> {
-    let mut group = c.benchmark_group(name);
-    group.sample_size(10).measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(200));
-    group
-}
 
 fn shapes(c: &mut Criterion) {
     let mut group = group(c, "multi_head");

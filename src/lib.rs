@@ -21,6 +21,11 @@
 //! # Ok::<(), polyhead::Error>(())
 //! ```
 
+/// The README's example, compiled and run by the doc tests.
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
+
 mod arch;
 pub mod attention;
 mod element;

@@ -156,7 +156,6 @@ struct Prepared<'a> {
     blocking: Blocking,
     level: Level,
     threads: usize,
-    averaged: bool,
     /// Visible (query, key) pairs over all heads.
     pairs: u64,
 }
@@ -175,20 +174,18 @@ impl Workspace {
         let pairs = self.order_tasks(&problem, &blocking.grid)?;
         let work = pairs.saturating_mul((problem.head_dim.saturating_add(problem.head_dim_v)) as u64);
         let threads = if work < SERIAL_BELOW { 1 } else { parallel::current_threads().clamp(1, blocks.max(1)) };
-        if self.scratch.len() < threads {
-            grow(&mut self.scratch, threads, Scratch::default)?;
-        }
+        grow(&mut self.scratch, threads, Scratch::default)?;
         for scratch in &mut self.scratch[..threads] {
             scratch.reserve(&problem, &blocking)?;
         }
-        Ok(Prepared { problem, blocking, level, threads, averaged, pairs })
+        Ok(Prepared { problem, blocking, level, threads, pairs })
     }
 
     /// Fills the task list and returns the visible pairs of all heads.
     ///
     /// Batch items go by weight, the query blocks of each head heaviest first, so that what is left at the end is small. Heads
     /// stay together: their tasks share K and V in cache (causal, D 128, S 2048: 0.60 of full if all blocks of all heads are
-    /// sorted by weight, 0.54 so).
+    /// sorted by weight, 0.52 so).
     fn order_tasks(&mut self, problem: &Problem<'_>, grid: &Grid) -> Result<u64> {
         if self.tasks.is_empty() {
             // The product of the axes is 0, but that of some of them may overflow.
@@ -202,7 +199,7 @@ impl Workspace {
         }
         self.batches.sort_unstable_by_key(|&(pairs, batch)| (Reverse(pairs), batch));
         let item_blocks = head_blocks * query_blocks;
-        for (&(_, batch), item) in self.batches.iter().zip(self.tasks.chunks_exact_mut(item_blocks.max(1))) {
+        for (&(_, batch), item) in self.batches.iter().zip(self.tasks.chunks_exact_mut(item_blocks)) {
             let (first, others) = item.split_at_mut(query_blocks);
             let band = problem.band(batch);
             for (block, task) in (batch * item_blocks..).zip(first.iter_mut()) {
@@ -231,21 +228,20 @@ impl Workspace {
 
     /// Runs all tasks.
     fn execute<O: Element>(&mut self, prepared: &Prepared<'_>, operands: [AnyHeads<'_>; 3], outputs: Checked<'_, O>) {
-        let Prepared { problem, blocking, level, threads, averaged, .. } = *prepared;
+        let Prepared { problem, blocking, level, threads, .. } = *prepared;
         let [q, k, v] = operands;
         let job = Job { problem: &problem, blocking, q, k, v };
         self.taken.iter().for_each(|taken| taken.store(false, Ordering::Relaxed));
         let blocks = OutputBlocks::new(blocking.grid, outputs.out, outputs.lse, outputs.weights, &self.taken);
-        let heads_per_pass = if averaged { blocking.heads_per_pass(&problem) } else { usize::MAX };
         let tasks = &self.tasks;
         parallel::for_each_task(tasks.len(), &mut self.scratch[..threads], |task, scratch| {
             let Some(mut block) = blocks.take(tasks[task].block as usize) else { return };
             let (batch, all_heads, queries) = (block.batch, block.heads.clone(), block.queries.clone());
             let mut first = all_heads.start;
             while first < all_heads.end {
-                // Heads of one group share a pass; with averaged weights a task has several groups.
+                // Heads of one group share a pass; with averaged weights a task has all groups.
                 let group_end = (problem.kv_head(first) + 1) * problem.group;
-                let end = first.saturating_add(heads_per_pass).min(group_end).min(all_heads.end);
+                let end = (first + blocking.heads_per_pass).min(group_end).min(all_heads.end);
                 let (heads, queries) = (first..end, queries.clone());
                 level.dispatch(Attend { job: &job, batch, heads, queries, scratch, sink: &mut block });
                 first = end;

@@ -193,8 +193,9 @@ fn shape([batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim]: [usize;
     Shape { batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v: head_dim }
 }
 
-/// Asserts that runs of a plan after the first allocate nothing.
-fn assert_second_run_is_free<T: Element>(sizes: [usize; 6], context: &str) {
+/// Asserts that runs of a plan after the first allocate nothing, in one of some `tries`: one where no other thread takes part,
+/// more where rayon's queues may grow now and then.
+fn assert_second_run_is_free<T: Element>(sizes: [usize; 6], tries: usize, context: &str) {
     let setup = Setup::<T>::new(shape(sizes));
     let [q_shape, kv_shape] = setup.shapes();
     let (q, kv) = (
@@ -213,19 +214,18 @@ fn assert_second_run_is_free<T: Element>(sizes: [usize; 6], context: &str) {
                 plan.run_with(&q, &kv, &kv, target.outputs(q_shape).weights(weights)).expect("a valid call");
             };
             run();
-            // As rayon's queues grow now and then, the least of a few tries.
-            let least = (0..5).map(|_| measure(|| (0..5).for_each(|_| run()))).find(|&used| used == (0, 0));
+            let least = (0..tries).map(|_| measure(|| (0..5).for_each(|_| run()))).find(|&used| used == (0, 0));
             let context = format!("{context}, {} {name} on {} {sizes:?}", T::NAME, level.name());
             assert_eq!(least, Some((0, 0)), "{context}: five runs allocated, every time");
         }
     }
 }
 
-fn assert_plans_are_free(context: &str) {
+fn assert_plans_are_free(tries: usize, context: &str) {
     for sizes in [[1, 2, 1, 20, 40, 16], [2, 4, 2, 150, 140, 33]] {
-        assert_second_run_is_free::<f32>(sizes, context);
-        assert_second_run_is_free::<f16>(sizes, context);
-        assert_second_run_is_free::<bf16>(sizes, context);
+        assert_second_run_is_free::<f32>(sizes, tries, context);
+        assert_second_run_is_free::<f16>(sizes, tries, context);
+        assert_second_run_is_free::<bf16>(sizes, tries, context);
     }
 }
 
@@ -240,10 +240,10 @@ fn memory_is_bounded_a_plan_allocates_once() {
     for threads in [1, 2, 3] {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
         warm(&pool);
-        pool.install(|| assert_plans_are_free(&format!("pool of {threads}")));
+        pool.install(|| assert_plans_are_free(if threads == 1 { 1 } else { 5 }, &format!("pool of {threads}")));
     }
     #[cfg(not(feature = "rayon"))]
-    assert_plans_are_free("serial");
+    assert_plans_are_free(1, "serial");
 }
 
 /// Lets every thread of a pool register with crossbeam's collector, which it does at its first steal.
@@ -265,7 +265,7 @@ fn warm(pool: &rayon::ThreadPool) {
 #[test]
 fn memory_is_bounded_outside_of_a_pool() {
     let _alone = alone();
-    assert_second_run_is_free::<f32>([1, 2, 1, 20, 40, 16], "outside of a pool");
+    assert_second_run_is_free::<f32>([1, 2, 1, 20, 40, 16], 1, "outside of a pool");
     let setup = Setup::<f32>::new(shape([2, 4, 2, 150, 300, 33]));
     let [q_shape, kv_shape] = setup.shapes();
     let (q, kv) = (

@@ -1,6 +1,9 @@
 //! What the attention benches share: data, pools, and the unfused baseline made of this crate's own GEMM and softmax.
 #![allow(dead_code, reason = "each bench uses a part")]
 
+use std::time::Duration;
+
+use criterion::{BenchmarkGroup, Criterion, measurement::WallTime};
 use polyhead::gemm::gemm_batched;
 use polyhead::softmax::{SoftmaxOptions, softmax_in_place};
 use polyhead::{Element, Heads, HeadsMut, Level, Matrices, MatricesMut, MatrixMut, Options, multi_head};
@@ -13,6 +16,13 @@ pub(crate) fn noise<T: Element>(len: usize, seed: u64) -> Vec<T> {
         ((state >> 40) as f32 / (1u64 << 23) as f32 - 1.0) * 3f32.sqrt()
     };
     (0..len).map(|_| T::from_f32_nearest(next())).collect()
+}
+
+/// A group of short runs: there are many benches, and medians of ten settle.
+pub(crate) fn group<'c>(c: &'c mut Criterion, name: &str) -> BenchmarkGroup<'c, WallTime> {
+    let mut group = c.benchmark_group(name);
+    group.sample_size(10).measurement_time(Duration::from_secs(1)).warm_up_time(Duration::from_millis(200));
+    group
 }
 
 /// A pool of `threads` threads: every measurement says how many it used.

@@ -17,8 +17,8 @@ const BLOCK_ROWS: usize = 128;
 pub(crate) struct Blocking {
     pub(crate) grid: Grid,
     pub(crate) lanes: usize,
-    /// Rows of a task at the most.
-    pub(crate) rows: usize,
+    /// Heads of a group that one pass over K and V serves.
+    pub(crate) heads_per_pass: usize,
     /// A multiple of `lanes`.
     pub(crate) head_dim_v_padded: usize,
     pub(crate) block_k: usize,
@@ -29,9 +29,9 @@ impl Blocking {
     pub(crate) fn new(problem: &Problem<'_>, lanes: usize, averaged_weights: bool) -> Result<Self> {
         let queries = problem.seqlen_q.clamp(1, BLOCK_ROWS);
         let group = problem.group.max(1);
-        let heads = (BLOCK_ROWS / queries).clamp(1, group);
+        let heads_per_pass = (BLOCK_ROWS / queries).clamp(1, group);
         let whole = problem.num_heads.max(1);
-        let (group, heads) = if averaged_weights { (whole, whole) } else { (group, heads) };
+        let (group, heads) = if averaged_weights { (whole, whole) } else { (group, heads_per_pass) };
         let grid = Grid {
             batch: problem.batch,
             num_heads: problem.num_heads,
@@ -43,7 +43,7 @@ impl Blocking {
         Ok(Self {
             grid,
             lanes,
-            rows: queries * (BLOCK_ROWS / queries).clamp(1, problem.group.max(1)),
+            heads_per_pass,
             head_dim_v_padded: problem
                 .head_dim_v
                 .checked_next_multiple_of(lanes)
@@ -57,13 +57,8 @@ impl Blocking {
         2 * self.lanes
     }
 
-    /// Tiles of a task at the most.
+    /// Tiles of a pass at the most.
     pub(crate) fn tiles(&self) -> usize {
-        self.rows.div_ceil(self.tile())
-    }
-
-    /// Heads of a group that one pass over K and V serves.
-    pub(crate) fn heads_per_pass(&self, problem: &Problem<'_>) -> usize {
-        (BLOCK_ROWS / self.grid.queries).clamp(1, problem.group.max(1))
+        (self.grid.queries * self.heads_per_pass).div_ceil(self.tile())
     }
 }

@@ -179,7 +179,7 @@ impl<L: Lanes> Pass<'_, L> {
         if self.scale.negative {
             dst.iter_mut().for_each(|x| *x = -*x);
         }
-        tile_state(work.states, &self.job.blocking, tile.index, tile.lanes).reset();
+        self.state(tile, work.states).reset();
     }
 
     /// The `width` rows of a tile in an area of all tiles.
@@ -206,11 +206,9 @@ impl<L: Lanes> Pass<'_, L> {
         let mut values = BlockValues::new(load_rows(&self.job.v, at, block.count, L::LANES, v), block);
         for tile in tiles {
             let Some(part) = tile.part(block) else { continue };
-            let s = 0..part.count * tile.lanes;
-            let Some(partial) = self.scores(tile, part, rows_of(keys, block, part), s.start, work) else { continue };
+            let Some(partial) = self.scores(tile, part, rows_of(keys, block, part), 0, work) else { continue };
             let state = self.state(tile, work.states);
-            let alpha = &mut work.pair[..tile.lanes];
-            let s = &mut work.s[s];
+            let (s, alpha) = (&mut work.s[..part.count * tile.lanes], &mut work.pair[..tile.lanes]);
             self.l.vectorize(Softmax { s, vectors: tile.vectors, c: self.scale.c, state, alpha });
             self.add_values(tile, part, &mut values, (partial, !tile.started), work);
             tile.started = true;

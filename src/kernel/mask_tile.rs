@@ -92,9 +92,9 @@ fn build_row(problem: &Problem<'_>, [batch, head, query]: [usize; 3], first_key:
         Some(bias) => {
             copy(&bias, index, values, |b| b);
             if let Some((mask, attend)) = problem.mask {
+                let (source, step) = (&mask.data[mask.offset(index)..], mask.key_stride());
                 values.iter_mut().enumerate().for_each(|(i, x)| {
-                    let seen = mask.data[mask.offset(index) + i * mask.key_stride()] == attend;
-                    *x = if seen { *x } else { f32::NEG_INFINITY };
+                    *x = if source[i * step] == attend { *x } else { f32::NEG_INFINITY };
                 });
             }
             Verdict::Mixed

@@ -123,7 +123,7 @@ impl<'a, T: Element> OutputBlocks<'a, T> {
         taken: &'a [AtomicBool],
     ) -> Self {
         let averaged = weights.as_ref().is_some_and(|weights| weights.averaged);
-        assert!(!averaged || grid.heads == grid.num_heads, "averaged weights belong to blocks of all heads");
+        assert!(!averaged || grid.head_blocks() <= 1, "averaged weights belong to blocks of all heads");
         let weights = weights.map(|weights| (Shared::new(weights.view), averaged));
         Self { out: Shared::new(out), lse: lse.map(Shared::new), weights, grid, taken }
     }
