@@ -49,4 +49,4 @@ pub use level::Level;
 pub use mask::{Bias, Diagonal, Mask, Window, alibi_slopes};
 pub use multi_head::{Explanation, MultiHead, Outputs, Shape, multi_head, multi_head_with};
 pub use options::{Options, Precision};
-pub use view::{Heads, HeadsMut, Matrices, MatricesMut, Matrix, MatrixMut, View, ViewMut};
+pub use view::{Heads, HeadsMut, Matrices, MatricesMut, Matrix, MatrixMut, Paged, Ragged, Sequences, View, ViewMut};

@@ -1,17 +1,14 @@
-//! The one-call API and the plan behind it: tasks over batch, heads and query blocks, heaviest first, in one parallel region.
+//! The one-call API and the plan behind it.
 
-use core::cmp::Reverse;
+mod run;
+
 use core::fmt;
-use core::sync::atomic::{AtomicBool, Ordering};
 use std::cell::Cell;
 
-use crate::kernel::blocking::Blocking;
-use crate::kernel::fused::{Attend, Job};
-use crate::kernel::scratch::Scratch;
 use crate::problem::Problem;
-use crate::view::{AnyHeads, Grid, OutputBlocks, WeightsOut};
-use crate::workspace::grow;
-use crate::{Element, Error, Heads, HeadsMut, Level, Options, Result, parallel};
+use crate::view::WeightsOut;
+use crate::{Element, Error, HeadsMut, Level, Options, Result, Sequences};
+use run::{Prepared, Workspace};
 
 /// Fused multi-head attention: `out = softmax(softmax_scale * q k^T) v` for every head of every batch item, with everything
 /// that [`Options`] adds.
@@ -40,10 +37,10 @@ use crate::{Element, Error, Heads, HeadsMut, Level, Options, Result, parallel};
 /// assert_eq!(out, [2.0; 24]);
 /// # Ok::<(), polyhead::Error>(())
 /// ```
-pub fn multi_head<Q: Element, K: Element, V: Element, O: Element>(
-    q: &Heads<'_, Q>,
-    k: &Heads<'_, K>,
-    v: &Heads<'_, V>,
+pub fn multi_head<O: Element>(
+    q: &impl Sequences,
+    k: &impl Sequences,
+    v: &impl Sequences,
     out: HeadsMut<'_, O>,
     options: &Options<'_>,
 ) -> Result<()> {
@@ -69,10 +66,10 @@ pub fn multi_head<Q: Element, K: Element, V: Element, O: Element>(
 /// assert!((lse[0] - 4f32.ln()).abs() < 1e-6);
 /// # Ok::<(), polyhead::Error>(())
 /// ```
-pub fn multi_head_with<Q: Element, K: Element, V: Element, O: Element>(
-    q: &Heads<'_, Q>,
-    k: &Heads<'_, K>,
-    v: &Heads<'_, V>,
+pub fn multi_head_with<O: Element>(
+    q: &impl Sequences,
+    k: &impl Sequences,
+    v: &impl Sequences,
     outputs: Outputs<'_, O>,
     options: &Options<'_>,
 ) -> Result<()> {
@@ -82,7 +79,7 @@ pub fn multi_head_with<Q: Element, K: Element, V: Element, O: Element>(
     }
     // A thread that is ending may have dropped it already.
     let mut workspace = SPARE.try_with(Cell::take).ok().flatten().unwrap_or_default();
-    let result = run(q, k, v, outputs, options, &mut workspace);
+    let result = run([q, k, v], outputs, options, &mut workspace);
     let _ = SPARE.try_with(|spare| spare.set(Some(workspace)));
     result
 }
@@ -122,134 +119,6 @@ impl<'a, O> Outputs<'a, O> {
     }
 }
 
-/// Memory that calls reuse.
-#[derive(Debug, Default)]
-struct Workspace {
-    scratch: Vec<Scratch>,
-    tasks: Vec<Task>,
-    /// Visible pairs of one head, and index, of each batch item.
-    batches: Vec<(u64, usize)>,
-    taken: Vec<AtomicBool>,
-}
-
-/// Eight bytes, as there is one for every 128 queries of a head.
-#[derive(Clone, Copy, Debug, Default)]
-struct Task {
-    /// Visible (query, key) pairs of one of its heads, saturated.
-    pairs: u32,
-    /// Block of the grid.
-    block: u32,
-}
-
-/// Multiply-adds below which a call stays on the caller's thread.
-///
-/// (1, 2, S, S, 32) on one thread / on two of the pool the caller is in / on two, called from outside of the pool, in us:
-/// S 16 (0.03 M) 2.0 / 2.9 / 15, S 64 (0.5 M) 15 / 9 / 26, S 96 (1.2 M) 31 / 19 / 38, S 128 (2.1 M) 55 / 31 / 37 (AMD EPYC, Zen 4,
-/// two cores, 2026-11-30; `cargo bench --bench multi_head -- a72` with this constant at 0). From outside, waking a thread costs
-/// some 10 us, and two threads win from 1.5 M on; from inside, from 0.1 M.
-const SERIAL_BELOW: u64 = 1_000_000;
-
-/// One problem on one level, ready to run.
-#[derive(Clone, Copy, Debug)]
-struct Prepared<'a> {
-    problem: Problem<'a>,
-    blocking: Blocking,
-    level: Level,
-    threads: usize,
-    /// Visible (query, key) pairs over all heads.
-    pairs: u64,
-}
-
-impl Workspace {
-    /// Lists the tasks and makes room for as many threads as the work is worth.
-    fn prepare<'a>(&mut self, problem: Problem<'a>, level: Level, averaged: bool) -> Result<Prepared<'a>> {
-        let blocking = Blocking::new(&problem, level.lanes(), averaged)?;
-        let blocks = blocking.grid.len();
-        if u32::try_from(blocks).is_err() {
-            return Err(Error::Memory { bytes: blocks.saturating_mul(size_of::<Task>()) });
-        }
-        grow(&mut self.tasks, blocks, Task::default)?;
-        grow(&mut self.taken, blocks, AtomicBool::default)?;
-        self.tasks.truncate(blocks);
-        let pairs = self.order_tasks(&problem, &blocking.grid)?;
-        let work = pairs.saturating_mul((problem.head_dim.saturating_add(problem.head_dim_v)) as u64);
-        let threads = if work < SERIAL_BELOW { 1 } else { parallel::current_threads().clamp(1, blocks.max(1)) };
-        grow(&mut self.scratch, threads, Scratch::default)?;
-        for scratch in &mut self.scratch[..threads] {
-            scratch.reserve(&problem, &blocking)?;
-        }
-        Ok(Prepared { problem, blocking, level, threads, pairs })
-    }
-
-    /// Fills the task list and returns the visible pairs of all heads.
-    ///
-    /// Batch items go by weight, the query blocks of each head heaviest first, so that what is left at the end is small. Heads
-    /// stay together: their tasks share K and V in cache (causal, D 128, S 2048: 0.60 of full if all blocks of all heads are
-    /// sorted by weight, 0.52 so).
-    fn order_tasks(&mut self, problem: &Problem<'_>, grid: &Grid) -> Result<u64> {
-        if self.tasks.is_empty() {
-            // The product of the axes is 0, but that of some of them may overflow.
-            return Ok(0);
-        }
-        let (head_blocks, query_blocks) = (grid.head_blocks(), grid.query_blocks());
-        self.batches.clear();
-        grow(&mut self.batches, grid.batch, Default::default)?;
-        for (batch, (pairs, index)) in self.batches.iter_mut().enumerate() {
-            (*pairs, *index) = (problem.band(batch).pairs(0..grid.seqlen_q), batch);
-        }
-        self.batches.sort_unstable_by_key(|&(pairs, batch)| (Reverse(pairs), batch));
-        let item_blocks = head_blocks * query_blocks;
-        for (&(_, batch), item) in self.batches.iter().zip(self.tasks.chunks_exact_mut(item_blocks)) {
-            let (first, others) = item.split_at_mut(query_blocks);
-            let band = problem.band(batch);
-            for (block, task) in (batch * item_blocks..).zip(first.iter_mut()) {
-                let pairs = band.pairs(grid.block(block).2);
-                *task = Task { pairs: u32::try_from(pairs).unwrap_or(u32::MAX), block: block as u32 };
-            }
-            first.sort_unstable_by_key(|task| (Reverse(task.pairs), task.block));
-            // Every head of an item sees the same pairs.
-            for (i, head) in others.chunks_exact_mut(query_blocks).enumerate() {
-                for (task, like) in head.iter_mut().zip(&*first) {
-                    *task = Task { block: like.block + ((i + 1) * query_blocks) as u32, ..*like };
-                }
-            }
-        }
-        let per_head = self.batches.iter().fold(0u64, |sum, &(pairs, _)| sum.saturating_add(pairs));
-        Ok(per_head.saturating_mul(grid.num_heads as u64))
-    }
-
-    fn bytes(&self) -> usize {
-        self.scratch.iter().map(Scratch::bytes).sum::<usize>()
-            + self.scratch.capacity() * size_of::<Scratch>()
-            + self.batches.capacity() * size_of::<(u64, usize)>()
-            + self.tasks.capacity() * size_of::<Task>()
-            + self.taken.capacity() * size_of::<AtomicBool>()
-    }
-
-    /// Runs all tasks.
-    fn execute<O: Element>(&mut self, prepared: &Prepared<'_>, operands: [AnyHeads<'_>; 3], outputs: Checked<'_, O>) {
-        let Prepared { problem, blocking, level, threads, .. } = *prepared;
-        let [q, k, v] = operands;
-        let job = Job { problem: &problem, blocking, q, k, v };
-        self.taken.iter().for_each(|taken| taken.store(false, Ordering::Relaxed));
-        let blocks = OutputBlocks::new(blocking.grid, outputs.out, outputs.lse, outputs.weights, &self.taken);
-        let tasks = &self.tasks;
-        parallel::for_each_task(tasks.len(), &mut self.scratch[..threads], |task, scratch| {
-            let Some(mut block) = blocks.take(tasks[task].block as usize) else { return };
-            let (batch, all_heads, queries) = (block.batch, block.heads.clone(), block.queries.clone());
-            let mut first = all_heads.start;
-            while first < all_heads.end {
-                // Heads of one group share a pass; with averaged weights a task has all groups.
-                let group_end = (problem.kv_head(first) + 1) * problem.group;
-                let end = (first + blocking.heads_per_pass).min(group_end).min(all_heads.end);
-                let (heads, queries) = (first..end, queries.clone());
-                level.dispatch(Attend { job: &job, batch, heads, queries, scratch, sink: &mut block });
-                first = end;
-            }
-        });
-    }
-}
-
 /// Outputs of the right shapes.
 struct Checked<'a, O> {
     out: HeadsMut<'a, O>,
@@ -265,9 +134,16 @@ fn check_shape(operand: &'static str, expected: [usize; 4], actual: [usize; 4], 
 }
 
 impl<'a, O: Element> Outputs<'a, O> {
-    fn check(self, problem: &Problem<'_>) -> Result<Checked<'a, O>> {
-        let [batch, num_heads, seqlen_q, seqlen_k] = problem.scores_shape();
-        check_shape("out", problem.output_shape(), self.out.shape(), ["batch", "heads", "seq", "dim"])?;
+    fn check(self, problem: &Problem<'_>, starts: Option<&[usize]>) -> Result<Checked<'a, O>> {
+        let [mut batch, num_heads, mut seqlen_q, seqlen_k] = problem.scores_shape();
+        if let Some(&[.., rows]) = starts {
+            (batch, seqlen_q) = (1, rows);
+            if self.weights.is_some() {
+                return Err(Error::Unsupported { what: "attention weights of ragged queries" });
+            }
+        }
+        let out = [batch, num_heads, seqlen_q, problem.head_dim_v];
+        check_shape("out", out, self.out.shape(), ["batch", "heads", "seq", "dim"])?;
         let lse = self.lse.map(|lse| {
             let actual = lse.len();
             let wrong = |expected| Error::Length { operand: "lse", expected, actual };
@@ -297,17 +173,17 @@ impl<O> Checked<'_, O> {
     }
 }
 
-fn run<Q: Element, K: Element, V: Element, O: Element>(
-    q: &Heads<'_, Q>,
-    k: &Heads<'_, K>,
-    v: &Heads<'_, V>,
+fn run<O: Element>(
+    [q, k, v]: [&dyn Sequences; 3],
     outputs: Outputs<'_, O>,
     options: &Options<'_>,
     workspace: &mut Workspace,
 ) -> Result<()> {
     let level = Level::resolve(options.level)?;
-    let problem = Problem::new(q.shape(), k.shape(), v.shape(), options)?;
-    let mut outputs = outputs.check(&problem)?;
+    let operands = [q.erase(), k.erase(), v.erase()];
+    let problem = Problem::of_operands(&operands, [q.shape(), k.shape(), v.shape()], options)?;
+    let starts = operands[0].starts()?;
+    let mut outputs = outputs.check(&problem, starts)?;
     if problem.num_heads == 0 {
         // No task has a row, but the mean of no heads has elements.
         if let Some(weights) = &mut outputs.weights {
@@ -318,9 +194,9 @@ fn run<Q: Element, K: Element, V: Element, O: Element>(
     if outputs.is_empty() {
         return Ok(());
     }
-    let averaged = outputs.weights.as_ref().is_some_and(|weights| weights.averaged);
-    let prepared = workspace.prepare(problem, level, averaged)?;
-    workspace.execute(&prepared, [(*q).into(), (*k).into(), (*v).into()], outputs);
+    let weights = outputs.weights.as_ref().map(|weights| weights.averaged);
+    let prepared = workspace.prepare(problem, starts, level, weights)?;
+    workspace.execute(&prepared, operands, outputs);
     Ok(())
 }
 
@@ -390,7 +266,7 @@ impl<'o> MultiHead<'o> {
         let mut workspace = Workspace::default();
         let [q, k, v] = shape.operands();
         let level = Level::resolve(options.level)?;
-        let prepared = workspace.prepare(Problem::new(q, k, v, options)?, level, false)?;
+        let prepared = workspace.prepare(Problem::new(q, k, v, options)?, None, level, None)?;
         let explanation = Explanation::new(&prepared, &workspace);
         Ok(Self { shape, options: *options, workspace, explanation })
     }
@@ -399,11 +275,11 @@ impl<'o> MultiHead<'o> {
     ///
     /// # Errors
     /// As [`multi_head`]; [`Error::Shape`] if an operand has not the planned shape.
-    pub fn run<Q: Element, K: Element, V: Element, O: Element>(
+    pub fn run<O: Element>(
         &mut self,
-        q: &Heads<'_, Q>,
-        k: &Heads<'_, K>,
-        v: &Heads<'_, V>,
+        q: &impl Sequences,
+        k: &impl Sequences,
+        v: &impl Sequences,
         out: HeadsMut<'_, O>,
     ) -> Result<()> {
         self.run_with(q, k, v, Outputs::new(out))
@@ -413,18 +289,18 @@ impl<'o> MultiHead<'o> {
     ///
     /// # Errors
     /// As [`run`](Self::run).
-    pub fn run_with<Q: Element, K: Element, V: Element, O: Element>(
+    pub fn run_with<O: Element>(
         &mut self,
-        q: &Heads<'_, Q>,
-        k: &Heads<'_, K>,
-        v: &Heads<'_, V>,
+        q: &impl Sequences,
+        k: &impl Sequences,
+        v: &impl Sequences,
         outputs: Outputs<'_, O>,
     ) -> Result<()> {
         let actual = [q.shape(), k.shape(), v.shape()];
         for (i, expected) in self.shape.operands().into_iter().enumerate() {
             check_shape(["q", "k", "v"][i], expected, actual[i], ["batch", "heads", "seq", "dim"])?;
         }
-        run(q, k, v, outputs, &self.options, &mut self.workspace)
+        run([q, k, v], outputs, &self.options, &mut self.workspace)
     }
 
     /// What a run does: level, path, tiles, tasks, threads, memory.

@@ -32,6 +32,7 @@ pub struct Options<'a> {
     pub(crate) softmax_scale: Option<f32>,
     pub(crate) causal: Option<Diagonal>,
     pub(crate) window: Option<Window>,
+    pub(crate) keep_first: usize,
     pub(crate) key_lengths: Option<&'a [usize]>,
     pub(crate) mask: Option<Mask<'a>>,
     pub(crate) bias: Option<Bias<'a>>,
@@ -63,6 +64,14 @@ impl<'a> Options<'a> {
     /// A query sees only keys near its own position.
     pub fn window(mut self, window: Window) -> Self {
         self.window = Some(window);
+        self
+    }
+
+    /// A window does not hide the first `keys` keys of a sequence on its left side: the attention sinks of StreamingLLM (Xiao et
+    /// al. 2023, section 3.2). Causality, key lengths, mask and bias hide them as any other key. Without a window it means
+    /// nothing.
+    pub fn keep_first(mut self, keys: usize) -> Self {
+        self.keep_first = keys;
         self
     }
 

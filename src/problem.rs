@@ -3,6 +3,7 @@
 use core::ops::Range;
 
 use crate::mask::Broadcast;
+use crate::view::{AnyHeads, Lengths};
 use crate::{Diagonal, Error, Options, Result, Window};
 
 /// Sizes and options that fit together. Nothing behind it checks again.
@@ -12,8 +13,11 @@ pub(crate) struct Problem<'a> {
     pub(crate) num_heads: usize,
     /// Query heads of each KV head; 0 if and only if there is no query head.
     pub(crate) group: usize,
+    /// Of the longest sequences.
     pub(crate) seqlen_q: usize,
     pub(crate) seqlen_k: usize,
+    query_lengths: Lengths<'a>,
+    own_key_lengths: Lengths<'a>,
     pub(crate) head_dim: usize,
     pub(crate) head_dim_v: usize,
     /// As given, or `1 / sqrt(head_dim)`; finite.
@@ -28,13 +32,34 @@ pub(crate) struct Problem<'a> {
     pub(crate) alibi: Option<(&'a [f32], Diagonal)>,
     /// One logit for each query head, finite or -inf.
     pub(crate) sinks: Option<&'a [f32]>,
-    /// One length for each batch item, at most `seqlen_k`.
+    /// One length for each batch item, no longer than its sequence.
     pub(crate) key_lengths: Option<&'a [usize]>,
     pub(crate) causal: Option<Diagonal>,
     pub(crate) window: Option<Window>,
+    /// Keys at the start of a sequence that the window does not hide on its left; 0 without a window.
+    pub(crate) keep_first: usize,
 }
 
 impl<'a> Problem<'a> {
+    /// As [`new`](Self::new) for operands whose sequences may have lengths of their own.
+    pub(crate) fn of_operands(
+        [q, k, v]: &[AnyHeads<'a>; 3],
+        shapes: [[usize; 4]; 3],
+        options: &Options<'a>,
+    ) -> Result<Self> {
+        let mut problem = Self::new(shapes[0], shapes[1], shapes[2], &Options { key_lengths: None, ..*options })?;
+        (problem.query_lengths, problem.own_key_lengths) = (q.lengths(), k.lengths());
+        for batch in 0..problem.batch {
+            check_axis("v", "seq", k.lengths().get(batch), v.lengths().get(batch))?;
+            if matches!((k.lengths(), v.lengths()), (Lengths::Same(_), Lengths::Same(_))) {
+                break;
+            }
+        }
+        let own = |batch| problem.own_key_lengths.get(batch);
+        problem.key_lengths = checked_key_lengths(options.key_lengths, problem.batch, own)?;
+        Ok(problem)
+    }
+
     /// Checks the shapes (batch, heads, seq, dim) of `q`, `k` and `v` against each other and the options against them.
     /// An option's level and precision are not looked at. Does not allocate.
     ///
@@ -66,6 +91,8 @@ impl<'a> Problem<'a> {
             group: num_heads.checked_div(num_kv_heads).unwrap_or(0),
             seqlen_q,
             seqlen_k,
+            query_lengths: Lengths::Same(seqlen_q),
+            own_key_lengths: Lengths::Same(seqlen_k),
             head_dim,
             head_dim_v: v_shape[3],
             softmax_scale: checked_scale(options.softmax_scale, head_dim)?,
@@ -74,15 +101,11 @@ impl<'a> Problem<'a> {
             bias,
             alibi: checked_alibi(options.alibi, num_heads)?,
             sinks: checked_sinks(options.sinks, num_heads)?,
-            key_lengths: checked_key_lengths(options.key_lengths, batch, seqlen_k)?,
+            key_lengths: checked_key_lengths(options.key_lengths, batch, |_| seqlen_k)?,
             causal: options.causal,
             window: options.window,
+            keep_first: if options.window.is_some() { options.keep_first } else { 0 },
         })
-    }
-
-    /// Shape of the output, (batch, heads, seq, dim).
-    pub(crate) fn output_shape(&self) -> [usize; 4] {
-        [self.batch, self.num_heads, self.seqlen_q, self.head_dim_v]
     }
 
     /// Shape of the scores and weights, (batch, heads, seqlen_q, seqlen_k).
@@ -97,13 +120,18 @@ impl<'a> Problem<'a> {
 
     /// Keys in use of a batch item.
     pub(crate) fn key_length(&self, batch: usize) -> usize {
-        self.key_lengths.map_or(self.seqlen_k, |lengths| lengths[batch])
+        self.key_lengths.map_or_else(|| self.own_key_lengths.get(batch), |lengths| lengths[batch])
+    }
+
+    /// Queries of a batch item.
+    pub(crate) fn query_length(&self, batch: usize) -> usize {
+        self.query_lengths.get(batch)
     }
 
     /// The key that a query stands beside, which may lie far outside the keys there are. Exact: no `isize` offset and
     /// no `usize` index or window overflows `i128`.
     pub(crate) fn position(&self, diagonal: Diagonal, batch: usize, query: usize) -> i128 {
-        query as i128 + diagonal.offset(self.seqlen_q, self.key_length(batch)) as i128
+        query as i128 + diagonal.offset(self.query_length(batch), self.key_length(batch)) as i128
     }
 
     /// What causality, window and key length let the queries of a batch item see.
@@ -116,35 +144,40 @@ impl<'a> Problem<'a> {
             let right = right.map(|right| shift(diagonal) + right as i128 + 1);
             to = to.into_iter().chain(right).min();
         }
-        Band { len: self.key_length(batch), from, to }
+        Band { len: self.key_length(batch), from, to, keep: self.keep_first }
     }
 
-    /// The keys `lo..hi` of [`Band::range`].
-    pub(crate) fn key_range(&self, batch: usize, query: usize) -> (usize, usize) {
-        self.band(batch).range(query)
+    /// The keys that causality, window and key length let a query see.
+    pub(crate) fn keys(&self, batch: usize, query: usize) -> impl Iterator<Item = usize> + use<> {
+        let (lo, hi) = self.band(batch).range(query);
+        (0..self.keep_first.min(lo)).chain(lo..hi)
     }
 
     /// Whether causality, window, key length, mask and bias all let a query see a key.
     pub(crate) fn visible(&self, batch: usize, head: usize, query: usize, key: usize) -> bool {
         let index = [batch, head, query, key];
-        let (lo, hi) = self.key_range(batch, query);
-        (lo..hi).contains(&key)
+        let (lo, hi) = self.band(batch).range(query);
+        key < hi
+            && (key >= lo || key < self.keep_first)
             && self.mask.is_none_or(|(mask, attend)| mask.get(index) == attend)
             && self.bias.is_none_or(|bias| bias.get(index) != f32::NEG_INFINITY)
     }
 }
 
-/// The keys of a sequence that a query may see, mask and bias aside: those between two diagonals.
+/// The keys of a sequence that a query may see, mask and bias aside: those between two diagonals, and the first few.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Band {
     len: usize,
     /// Query `i` sees keys from `i + from` up to and without `i + to`. Exact, whatever offsets and windows were given.
     from: Option<i128>,
     to: Option<i128>,
+    /// Keys below `hi` that are seen though they lie below `lo`.
+    keep: usize,
 }
 
 impl Band {
-    /// The keys `lo..hi` that a query may see. Always `lo <= hi <= len`, and both ends never fall from one query to the next.
+    /// The keys `lo..hi` that a query may see, besides those to keep. Always `lo <= hi <= len`, and both ends never fall from
+    /// one query to the next.
     pub(crate) fn range(&self, query: usize) -> (usize, usize) {
         // The casts are exact: 0 <= lo <= hi <= len, which was a usize.
         let end = |shift: Option<i128>, top: usize, none| {
@@ -154,28 +187,35 @@ impl Band {
         (end(self.from, hi, 0), hi)
     }
 
-    /// Sum of `hi - lo` over some queries, saturated: a difference of two sums of clamped lines, in constant time.
+    /// Keys seen, summed over some queries and saturated: sums of clamped lines, in constant time.
     pub(crate) fn pairs(&self, queries: Range<usize>) -> u64 {
-        if self.from.zip(self.to).is_some_and(|(from, to)| from >= to) {
-            return 0;
-        }
         let all = self.len as u128 * queries.len() as u128;
-        let hi = self.to.map_or(all, |to| self.sum(to, &queries));
-        let lo = self.from.map_or(0, |from| self.sum(from, &queries));
-        u64::try_from(hi.saturating_sub(lo)).unwrap_or(u64::MAX)
-    }
-
-    /// Sum of `clamp(query + shift, 0, len)`, saturated.
-    fn sum(&self, shift: i128, queries: &Range<usize>) -> u128 {
-        let (first, end, len) = (queries.start as i128, queries.end as i128, self.len as i128);
-        let rises = (-shift).clamp(first, end.max(first));
-        let full = (len - shift).clamp(rises, end.max(rises));
-        let slope = match (full - rises) as u128 {
-            0 => 0,
-            n => n.saturating_mul((rises + shift + full - 1 + shift) as u128) / 2,
+        let keep = self.keep.min(self.len);
+        let empty = self.from.zip(self.to).is_some_and(|(from, to)| from >= to);
+        let between = match empty {
+            true => 0,
+            false => {
+                let hi = self.to.map_or(all, |to| sum_clamped(to, self.len, &queries));
+                hi.saturating_sub(self.from.map_or(0, |from| sum_clamped(from, self.len, &queries)))
+            }
         };
-        slope.saturating_add((end.max(full) - full) as u128 * len as u128)
+        // Keys kept are those below both `lo` and `keep`.
+        let lo = if empty { self.to } else { self.from };
+        let kept = lo.map_or(0, |lo| sum_clamped(lo, keep, &queries));
+        u64::try_from(between.saturating_add(kept)).unwrap_or(u64::MAX)
     }
+}
+
+/// Sum of `clamp(query + shift, 0, top)` over the queries, saturated.
+fn sum_clamped(shift: i128, top: usize, queries: &Range<usize>) -> u128 {
+    let (first, end, top) = (queries.start as i128, queries.end as i128, top as i128);
+    let rises = (-shift).clamp(first, end.max(first));
+    let full = (top - shift).clamp(rises, end.max(rises));
+    let slope = match (full - rises) as u128 {
+        0 => 0,
+        n => n.saturating_mul((rises + shift + full - 1 + shift) as u128) / 2,
+    };
+    slope.saturating_add((end.max(full) - full) as u128 * top as u128)
 }
 
 /// Elements of a packed array with the leading axes (batch, heads, seq) and perhaps a fourth, which axes of stride 0 in
@@ -251,10 +291,14 @@ fn checked_sinks(sinks: Option<&[f32]>, num_heads: usize) -> Result<Option<&[f32
     Ok(sinks)
 }
 
-fn checked_key_lengths(lengths: Option<&[usize]>, batch: usize, seqlen_k: usize) -> Result<Option<&[usize]>> {
+fn checked_key_lengths(
+    lengths: Option<&[usize]>,
+    batch: usize,
+    own: impl Fn(usize) -> usize,
+) -> Result<Option<&[usize]>> {
     if let Some(lengths) = lengths {
         check_length("key_lengths", lengths, batch)?;
-        if let Some(&bad) = lengths.iter().find(|&&len| len > seqlen_k) {
+        if let Some((_, &bad)) = lengths.iter().enumerate().find(|&(batch, &len)| len > own(batch)) {
             return Err(Error::Value { option: "key_lengths", expected: "at most seqlen_k", actual: bad as f64 });
         }
     }
@@ -287,7 +331,7 @@ mod tests {
         key < len
             && p.causal.is_none_or(|diagonal| key <= position(diagonal))
             && p.window.is_none_or(|Window { left, right, diagonal }| {
-                left.is_none_or(|left| key >= position(diagonal) - left as i128)
+                (left.is_none_or(|left| key >= position(diagonal) - left as i128) || key < p.keep_first as i128)
                     && right.is_none_or(|right| key <= position(diagonal) + right as i128)
             })
     }
@@ -295,25 +339,25 @@ mod tests {
     fn check_all_queries(p: &Problem<'_>) {
         let mut before = (0, 0);
         for start in 0..=p.seqlen_q {
-            let pairs = |query| p.key_range(0, query).1 - p.key_range(0, query).0;
-            let sum: usize = (start..p.seqlen_q).map(pairs).sum();
+            let sum: usize = (start..p.seqlen_q).map(|query| p.keys(0, query).count()).sum();
             assert_eq!(p.band(0).pairs(start..p.seqlen_q), sum as u64, "{p:?} from {start}");
         }
         for query in 0..p.seqlen_q {
-            let (lo, hi) = p.key_range(0, query);
+            let (lo, hi) = p.band(0).range(query);
             assert!(lo <= hi && hi <= p.seqlen_k, "{p:?} query {query}: {lo}..{hi}");
             assert!(query == 0 || (lo >= before.0 && hi >= before.1), "{p:?} query {query}: ends fall");
             before = (lo, hi);
             for key in 0..p.seqlen_k {
                 let expected = allowed(p, query, key);
-                assert_eq!((lo..hi).contains(&key), expected, "{p:?} query {query} key {key}: {lo}..{hi}");
+                let listed = p.keys(0, query).any(|seen| seen == key);
+                assert_eq!(listed, expected, "{p:?} query {query} key {key}: {lo}..{hi}");
                 assert_eq!(p.visible(0, 0, query, key), expected);
             }
         }
     }
 
     #[test]
-    fn key_range_is_the_definition() {
+    fn the_band_is_the_definition() {
         let offsets = [isize::MIN, isize::MIN + 1, -6, -2, -1, 0, 1, 3, 6, isize::MAX - 1, isize::MAX];
         let mut diagonals = vec![Diagonal::TopLeft, Diagonal::BottomRight];
         diagonals.extend(offsets.map(Diagonal::Offset));
@@ -330,7 +374,9 @@ mod tests {
                 let base = Options::new().key_lengths(&lengths);
                 for causal in diagonals.iter().map(|&d| Some(d)).chain([None]) {
                     for &window in &windows {
-                        check_all_queries(&problem(l, s, &Options { causal, window, ..base }));
+                        for keep_first in [0, 1, MAX] {
+                            check_all_queries(&problem(l, s, &Options { causal, window, keep_first, ..base }));
+                        }
                     }
                 }
             }
@@ -343,12 +389,12 @@ mod tests {
         let slopes = [1.0];
         let options = Options::new().causal(Diagonal::BottomRight).alibi(&slopes, Diagonal::Offset(isize::MAX));
         let p = Problem::new([MAX, 1, MAX, MAX], [MAX, 1, MAX, MAX], [MAX, 1, MAX, MAX], &options).unwrap();
-        assert_eq!(p.key_range(MAX - 1, MAX - 1), (0, MAX));
+        assert_eq!(p.band(MAX - 1).range(MAX - 1), (0, MAX));
         assert_eq!(p.position(Diagonal::Offset(isize::MAX), 0, MAX - 1), MAX as i128 - 1 + isize::MAX as i128);
         let window = Window { left: Some(MAX), right: Some(MAX), diagonal: Diagonal::Offset(isize::MIN) };
         let p = Problem::new(huge, huge, huge, &Options::new().window(window)).unwrap();
-        assert_eq!(p.key_range(0, 0), (0, isize::MAX as usize + 1));
-        assert_eq!(p.key_range(0, MAX - 1), (0, MAX));
+        assert_eq!(p.band(0).range(0), (0, isize::MAX as usize + 1));
+        assert_eq!(p.band(0).range(MAX - 1), (0, MAX));
     }
 
     #[test]
@@ -382,7 +428,7 @@ mod tests {
         let options = Options::new().alibi(&[0.5; 6], Diagonal::BottomRight).key_lengths(&lengths);
         let p = Problem::new([1, 6, 2, 4], [1, 2, 5, 4], [1, 2, 5, 7], &options).unwrap();
         assert_eq!((p.group, p.head_dim_v, p.softmax_scale), (3, 7, 0.5));
-        assert_eq!((p.output_shape(), p.scores_shape()), ([1, 6, 2, 7], [1, 6, 2, 5]));
+        assert_eq!(p.scores_shape(), [1, 6, 2, 5]);
         assert_eq!([0, 2, 3, 5].map(|head| p.kv_head(head)), [0, 0, 1, 1]);
         // Query 1 stands at key 2, the last of three.
         assert_eq!(p.position(Diagonal::BottomRight, 0, 1), 2);

@@ -2,11 +2,14 @@
 
 mod blocks;
 mod rows;
+mod sequences;
 
 pub(crate) use blocks::{Grid, OutputBlocks, RowSink, WeightsOut};
 pub(crate) use rows::{RowBlock, RowBlocks};
+pub(crate) use sequences::{AnyHeads, Lengths};
+pub use sequences::{Paged, Ragged, Sequences};
 
-use crate::{Element, Error, Result, element::AnySlice};
+use crate::{Error, Result};
 
 /// Shape and strides whose every element is known to lie inside a slice.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -364,18 +367,5 @@ impl<'a, T: Copy> ViewMut<'a, T, 4> {
     /// [`Error::Length`] if the slice's length is not the product of `shape`.
     pub fn bshd(data: &'a mut [T], shape: [usize; 4]) -> Result<Self> {
         Self::contiguous(data, shape)?.permute([0, 2, 1, 3])
-    }
-}
-
-/// A view whose element type is known at run time.
-#[derive(Clone, Copy, Debug)]
-pub(crate) struct AnyHeads<'a> {
-    pub(crate) data: AnySlice<'a>,
-    pub(crate) layout: Layout<4>,
-}
-
-impl<'a, T: Element> From<View<'a, T, 4>> for AnyHeads<'a> {
-    fn from(view: View<'a, T, 4>) -> Self {
-        Self { data: T::erase(view.data), layout: view.layout }
     }
 }

@@ -1,5 +1,6 @@
 //! Block sizes: functions of shape and level alone, so that bits do not depend on threads, batch or position in a batch.
 
+use super::few;
 use crate::problem::Problem;
 use crate::view::Grid;
 use crate::{Error, Result};
@@ -12,42 +13,61 @@ pub(crate) const BLOCK_K: usize = 128;
 /// of a group.
 const BLOCK_ROWS: usize = 128;
 
+/// Queries of a sequence up to which it counts as decoding: its keys are then taken in pieces.
+const DECODE_QUERIES: usize = 16;
+
+/// Keys of a piece at the least, and pieces of a sequence at the most. Every piece starts from nothing, and the pieces are merged
+/// in order, whether one thread takes them all or several share them.
+const PIECE_KEYS: usize = 1024;
+const PIECES: usize = 16;
+
 /// How one problem is cut on a level of `lanes` queries a vector.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Blocking {
-    pub(crate) grid: Grid,
+pub(crate) struct Blocking<'a> {
+    pub(crate) grid: Grid<'a>,
     pub(crate) lanes: usize,
-    /// Heads of a group that one pass over K and V serves.
-    pub(crate) heads_per_pass: usize,
-    /// A multiple of `lanes`.
+    /// Rows of a pass at the most.
+    rows: usize,
+    /// Multiples of `lanes`.
+    pub(crate) head_dim_padded: usize,
     pub(crate) head_dim_v_padded: usize,
     pub(crate) block_k: usize,
 }
 
-impl Blocking {
+impl<'a> Blocking<'a> {
     /// With averaged weights a task has all heads, as it adds up their weights.
-    pub(crate) fn new(problem: &Problem<'_>, lanes: usize, averaged_weights: bool) -> Result<Self> {
+    pub(crate) fn new(
+        problem: &Problem<'_>,
+        starts: Option<&'a [usize]>,
+        lanes: usize,
+        averaged_weights: bool,
+    ) -> Result<Self> {
         let queries = problem.seqlen_q.clamp(1, BLOCK_ROWS);
         let group = problem.group.max(1);
-        let heads_per_pass = (BLOCK_ROWS / queries).clamp(1, group);
+        let heads_per_pass = heads_per_pass(problem.seqlen_q, group);
         let whole = problem.num_heads.max(1);
-        let (group, heads) = if averaged_weights { (whole, whole) } else { (group, heads_per_pass) };
+        let (group, heads) = match starts {
+            _ if averaged_weights => (whole, whole),
+            // Ragged items may be long or short: a task has the whole group, in as many passes as its item asks for.
+            Some(_) if problem.seqlen_q > DECODE_QUERIES => (group, group),
+            _ => (group, heads_per_pass),
+        };
         let grid = Grid {
             batch: problem.batch,
             num_heads: problem.num_heads,
             seqlen_q: problem.seqlen_q,
+            starts,
             group,
             heads,
             queries,
         };
+        let padded = |width: usize| width.checked_next_multiple_of(lanes).ok_or(Error::Memory { bytes: usize::MAX });
         Ok(Self {
             grid,
             lanes,
-            heads_per_pass,
-            head_dim_v_padded: problem
-                .head_dim_v
-                .checked_next_multiple_of(lanes)
-                .ok_or(Error::Memory { bytes: usize::MAX })?,
+            rows: queries.saturating_mul(problem.group.max(1)).min(BLOCK_ROWS),
+            head_dim_padded: padded(problem.head_dim)?,
+            head_dim_v_padded: padded(problem.head_dim_v)?,
             block_k: problem.seqlen_k.clamp(1, BLOCK_K).next_multiple_of(lanes),
         })
     }
@@ -59,6 +79,36 @@ impl Blocking {
 
     /// Tiles of a pass at the most.
     pub(crate) fn tiles(&self) -> usize {
-        (self.grid.queries * self.heads_per_pass).div_ceil(self.tile())
+        self.rows.div_ceil(self.tile())
     }
+
+    /// Whether every block of the grid is one pass over its keys, and may be cut into pieces of them.
+    pub(crate) fn block_is_one_pass(&self) -> bool {
+        self.grid.seqlen_q <= DECODE_QUERIES
+    }
+
+    /// Floats of the partial result of one pass: output, maximum and sum of every row.
+    pub(crate) fn partial_len(&self) -> Option<usize> {
+        (self.tiles() * self.tile()).checked_mul(self.head_dim_v_padded.checked_add(2)?)
+    }
+}
+
+/// Heads of a group that one pass over K and V serves, for a sequence of so many queries.
+pub(crate) fn heads_per_pass(queries: usize, group: usize) -> usize {
+    (BLOCK_ROWS / queries.clamp(1, BLOCK_ROWS)).clamp(1, group.max(1))
+}
+
+/// Whether a sequence's rows are few enough for [`few`](super::few): a matter of its own shape, so that its bits are, too.
+pub(crate) fn is_few(problem: &Problem<'_>, batch: usize) -> bool {
+    problem.query_length(batch).saturating_mul(problem.group) <= few::MAX_ROWS
+}
+
+/// How the keys of a sequence are cut: keys of a piece, and how many pieces there are. A piece is a multiple of the block of keys.
+pub(crate) fn pieces(problem: &Problem<'_>, batch: usize) -> (usize, usize) {
+    let keys = problem.key_length(batch);
+    if problem.query_length(batch) > DECODE_QUERIES || keys <= PIECE_KEYS {
+        return (usize::MAX, 1);
+    }
+    let piece = keys.div_ceil(PIECES).next_multiple_of(BLOCK_K).max(PIECE_KEYS);
+    (piece, keys.div_ceil(piece))
 }

@@ -1,5 +1,6 @@
 //! From a tile's last state to its outputs: normalised rows, LSE, and in a second pass over the keys attention weights.
 
+use super::few::RowProbabilities;
 use super::fused::{BlockValues, Keys, Pass};
 use super::lanes::Lanes;
 use super::online::{Normalize, Probabilities};
@@ -49,13 +50,17 @@ impl<L: Lanes> Pass<'_, L> {
         let spare = Tile { index: blocking.tiles(), ..*tile };
         let mut fresh = true;
         for block in self.blocks(tile.any.0, tile.any.1) {
-            let Some(part) = tile.part(block) else { continue };
+            let Some(part) = tile.part(block, self.job.problem.keep_first) else { continue };
             let Some(partial) = self.probabilities(tile, part, 0, areas) else { continue };
-            let Areas { v, work, .. } = areas;
-            let at = [self.batch, self.kv_head, block.first];
-            let mut values = BlockValues::new(load_rows(&self.job.v, at, block.count, L::LANES, v), block);
-            work.pair.fill(1.0);
-            self.add_values(&spare, part, &mut values, (partial, fresh), work);
+            areas.work.pair.fill(1.0);
+            if tile.few {
+                self.few_values(&spare, part, (partial, fresh), areas);
+            } else {
+                let Areas { v, work, .. } = areas;
+                let at = [self.batch, self.kv_head, block.first];
+                let mut values = BlockValues::new(load_rows(&self.job.v, at, block.count, L::LANES, v), block);
+                self.add_values(&spare, part, &mut values, (partial, fresh), work);
+            }
             fresh = false;
         }
         let width = blocking.head_dim_v_padded;
@@ -76,8 +81,7 @@ impl<L: Lanes> Pass<'_, L> {
         let sink = problem.sinks.map(|sinks| sinks[head]);
         if sum == 0.0 {
             // Every score was -inf: hidden, or of infinite operands, which only a sink can outweigh.
-            let (lo, hi) = problem.key_range(self.batch, query);
-            let seen = (lo..hi).any(|key| problem.visible(self.batch, head, query, key));
+            let seen = problem.keys(self.batch, query).any(|key| problem.visible(self.batch, head, query, key));
             return match (seen, sink) {
                 (false, _) => (0.0, Some(f32::NEG_INFINITY)),
                 (true, Some(sink)) if sink > f32::NEG_INFINITY => (0.0, Some(sink)),
@@ -94,15 +98,25 @@ impl<L: Lanes> Pass<'_, L> {
         (((max - top).exp() / total) as f32, Some((top + total.ln()) as f32))
     }
 
-    /// Scores of a part of a block again, made probabilities, at `work.s[at..]`. As [`Pass::scores`].
+    /// Scores of a part of a block again, made probabilities, from key `at` of the tile's scores on. As [`Pass::scores`].
     fn probabilities(&self, tile: &Tile, part: Keys, at: usize, areas: &mut Areas<'_>) -> Option<bool> {
+        let c = self.scale.c;
+        if tile.few {
+            let partial = self.few_scores(tile, part, at, areas)?;
+            let work = &mut areas.work;
+            let state = self.state(tile, work.states);
+            let (max, norm) = (&state.max[..tile.rows], &state.norm[..tile.rows]);
+            let (s, stride) = (&mut work.s[at..], self.job.blocking.block_k);
+            self.l.vectorize(RowProbabilities { s, stride, count: part.count, c, max, norm });
+            return Some(partial);
+        }
         let Areas { k, work, .. } = areas;
         let keys = load_rows(&self.job.k, [self.batch, self.kv_head, part.first], part.count, 1, k);
-        let partial = self.scores(tile, part, keys, at, work)?;
+        let partial = self.scores(tile, part, keys, at * tile.lanes, work)?;
         let state = self.state(tile, work.states);
-        let s = &mut work.s[at..][..part.count * tile.lanes];
+        let s = &mut work.s[at * tile.lanes..][..part.count * tile.lanes];
         let (max, norm) = (&*state.max, &*state.norm);
-        self.l.vectorize(Probabilities { s, vectors: tile.vectors, c: self.scale.c, max, norm });
+        self.l.vectorize(Probabilities { s, vectors: tile.vectors, c, max, norm });
         Some(partial)
     }
 
@@ -111,12 +125,16 @@ impl<L: Lanes> Pass<'_, L> {
         let block_k = self.job.blocking.block_k;
         for block in self.blocks(0, self.job.problem.seqlen_k) {
             areas.work.s.fill(0.0);
-            if let Some(part) = tile.part(block) {
-                self.probabilities(tile, part, (part.first - block.first) * tile.lanes, areas);
+            if let Some(part) = tile.part(block, self.job.problem.keep_first) {
+                self.probabilities(tile, part, part.first - block.first, areas);
             }
             let work = &mut areas.work;
-            let src = Rows { data: work.s, stride: tile.lanes, width: tile.lanes, count: block.count };
-            self.l.vectorize(Transpose { src, dst: work.stage, dst_stride: block_k });
+            if tile.few {
+                work.stage[..tile.rows * block_k].copy_from_slice(&work.s[..tile.rows * block_k]);
+            } else {
+                let src = Rows { data: work.s, stride: tile.lanes, width: tile.lanes, count: block.count };
+                self.l.vectorize(Transpose { src, dst: work.stage, dst_stride: block_k });
+            }
             let norm = self.state(tile, work.states).norm;
             for (i, norm) in norm.iter().enumerate().take(tile.rows) {
                 let (head, query) = self.row(tile.first + i);

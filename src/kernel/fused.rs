@@ -16,10 +16,11 @@
 
 use core::ops::Range;
 
-use super::blocking::Blocking;
+use super::blocking::{Blocking, is_few, pieces};
+use super::few::KEY_ALIGN;
 use super::lanes::{Lanes, Op};
 use super::mask_tile::{self, Place, Verdict};
-use super::online::{RowState, Softmax};
+use super::online::{KEY_ALIGN as SOFTMAX_ALIGN, RowState, Softmax};
 use super::pack::{load_row, load_rows};
 use super::score::{Rule, ScorePass};
 use super::scratch::{Areas, Scratch, Tile, Work, tile_state};
@@ -30,7 +31,7 @@ use crate::view::{AnyHeads, RowSink};
 /// What all tasks of a call share.
 pub(crate) struct Job<'a> {
     pub(crate) problem: &'a Problem<'a>,
-    pub(crate) blocking: Blocking,
+    pub(crate) blocking: Blocking<'a>,
     pub(crate) q: AnyHeads<'a>,
     pub(crate) k: AnyHeads<'a>,
     pub(crate) v: AnyHeads<'a>,
@@ -39,9 +40,9 @@ pub(crate) struct Job<'a> {
 /// How raw products become powers of two.
 pub(super) struct Scale {
     /// Factor of the scores before other rules; `None` if it is left to `c`.
-    before: Option<f32>,
+    pub(super) before: Option<f32>,
     /// Whether `c` stands for a negative scale, whose sign the queries then take.
-    negative: bool,
+    pub(super) negative: bool,
     /// `p = 2^(c * (score - max))`.
     pub(super) c: f32,
     /// Natural-log units of a score as softmax sees it.
@@ -73,12 +74,18 @@ pub(super) struct Keys {
 }
 
 impl Tile {
-    /// The part of a block of keys that the tile looks at. It starts at a multiple of four keys, so that a key is always in
-    /// the same partial sum of softmax.
-    pub(super) fn part(&self, block: Keys) -> Option<Keys> {
-        let lo = self.any.0.max(block.first) - block.first;
+    /// The part of a block of keys that the tile looks at, whose first `keep` keys no window hides. It starts at a multiple of
+    /// a few keys, so that a key is always in the same partial sum of softmax.
+    pub(super) fn part(&self, block: Keys, keep: usize) -> Option<Keys> {
+        let align = if self.few { KEY_ALIGN } else { SOFTMAX_ALIGN };
+        let lo = if block.first < keep { 0 } else { self.any.0.max(block.first) - block.first };
         let hi = self.any.1.min(block.first + block.count).saturating_sub(block.first);
-        (lo < hi).then(|| Keys { first: block.first + lo / 4 * 4, count: hi - lo / 4 * 4 })
+        (lo < hi).then(|| Keys { first: block.first + lo / align * align, count: hi - lo / align * align })
+    }
+
+    /// Whether all rows may see all keys of a part, of which no window hides the first `keep`.
+    pub(super) fn sees_all(&self, part: Keys, keep: usize) -> bool {
+        (self.all.0 <= part.first || keep == part.count) && part.first + part.count <= self.all.1
     }
 }
 
@@ -89,13 +96,23 @@ pub(crate) struct Attend<'a, 's> {
     pub(crate) heads: Range<usize>,
     pub(crate) queries: Range<usize>,
     pub(crate) scratch: &'s mut Scratch,
-    pub(crate) sink: &'s mut dyn RowSink,
+    pub(crate) step: Step<'s>,
+}
+
+/// Which part of the work on a block of rows.
+pub(crate) enum Step<'s> {
+    /// All of it.
+    Whole(&'s mut dyn RowSink),
+    /// One piece of the keys, whose result is saved.
+    Piece(usize, &'s mut [f32]),
+    /// The end, from the saved results of all pieces in order. The first is the working memory.
+    Join(&'s mut dyn Iterator<Item = &'s mut [f32]>, &'s mut dyn RowSink),
 }
 
 impl Op for Attend<'_, '_> {
     type Output = ();
     fn run<L: Lanes>(self, l: L) {
-        let Self { job, batch, heads, queries, scratch, sink } = self;
+        let Self { job, batch, heads, queries, scratch, step } = self;
         let kv_head = job.problem.kv_head(heads.start);
         let pass = Pass { l, job, batch, kv_head, heads, queries, scale: Scale::new(job.problem) };
         let mut areas = scratch.areas();
@@ -104,11 +121,24 @@ impl Op for Attend<'_, '_> {
         for tile in tiles.iter() {
             pass.pack_queries(tile, &mut areas.work);
         }
-        let lo = tiles.iter().map(|tile| tile.any.0).min().unwrap_or(0);
-        let hi = tiles.iter().map(|tile| tile.any.1).max().unwrap_or(0);
-        for block in pass.blocks(lo, hi) {
-            pass.block(tiles, block, &mut areas);
-        }
+        let sink = match step {
+            Step::Whole(sink) => {
+                pass.all_pieces(tiles, &mut areas);
+                sink
+            }
+            Step::Piece(piece, result) => {
+                pass.piece(tiles, piece, &mut areas);
+                return tiles.iter().for_each(|tile| pass.save(tile, &mut areas.work, result));
+            }
+            Step::Join(results, sink) => {
+                let Some(acc) = results.next() else { return };
+                for other in results {
+                    tiles.iter().for_each(|tile| pass.merge_saved(tile, acc, other));
+                }
+                tiles.iter_mut().for_each(|tile| pass.restore(tile, &mut areas.work, acc));
+                sink
+            }
+        };
         for tile in tiles.iter() {
             pass.finish(tile, &mut areas, sink);
         }
@@ -121,7 +151,7 @@ pub(super) struct Pass<'a, L> {
     pub(super) job: &'a Job<'a>,
     pub(super) batch: usize,
     pub(super) kv_head: usize,
-    heads: Range<usize>,
+    pub(super) heads: Range<usize>,
     queries: Range<usize>,
     pub(super) scale: Scale,
 }
@@ -144,6 +174,7 @@ impl<L: Lanes> Pass<'_, L> {
             *range = band.range(self.row(row).1);
         }
         let width = self.job.blocking.tile();
+        let few = is_few(problem, self.batch);
         let count = rows.div_ceil(width);
         for (index, tile) in tiles.iter_mut().take(count).enumerate() {
             let first = index * width;
@@ -152,17 +183,20 @@ impl<L: Lanes> Pass<'_, L> {
             let (mut any, mut all) = ((usize::MAX, 0), (0, usize::MAX));
             for &(lo, hi) in &ranges[first..first + rows] {
                 all = (all.0.max(lo), all.1.min(hi));
-                if lo < hi {
+                if lo < hi || lo.min(problem.keep_first) > 0 {
                     any = (any.0.min(lo), any.1.max(hi));
                 }
             }
-            *tile = Tile { index, first, rows, vectors, lanes: vectors * L::LANES, started: false, any, all };
+            *tile = Tile { index, first, rows, vectors, lanes: vectors * L::LANES, started: false, few, any, all };
         }
         &mut tiles[..count]
     }
 
-    /// Queries into lanes, and a fresh state.
+    /// Queries into lanes.
     fn pack_queries(&self, tile: &Tile, work: &mut Work<'_>) {
+        if tile.few {
+            return self.pack_few(tile, work);
+        }
         let width = self.job.problem.head_dim;
         let (head, query) = self.row(tile.first);
         let src = if query + tile.rows <= self.queries.end {
@@ -179,7 +213,38 @@ impl<L: Lanes> Pass<'_, L> {
         if self.scale.negative {
             dst.iter_mut().for_each(|x| *x = -*x);
         }
-        self.state(tile, work.states).reset();
+    }
+
+    /// All pieces of the keys in order, merged.
+    fn all_pieces(&self, tiles: &mut [Tile], areas: &mut Areas<'_>) {
+        let (_, count) = pieces(self.job.problem, self.batch);
+        for piece in 0..count {
+            self.piece(tiles, piece, areas);
+            for tile in tiles.iter().take(if count > 1 { tiles.len() } else { 0 }) {
+                match piece {
+                    0 => self.save(tile, &mut areas.work, areas.partial),
+                    _ => self.merge_tile(tile, &mut areas.work, areas.partial),
+                }
+            }
+        }
+        if count > 1 {
+            tiles.iter_mut().for_each(|tile| self.restore(tile, &mut areas.work, areas.partial));
+        }
+    }
+
+    /// One piece of the keys, from nothing.
+    fn piece(&self, tiles: &mut [Tile], piece: usize, areas: &mut Areas<'_>) {
+        for tile in tiles.iter_mut() {
+            tile.started = false;
+            self.state(tile, areas.work.states).reset();
+        }
+        let (keys, _) = pieces(self.job.problem, self.batch);
+        let (first, end) = (piece.saturating_mul(keys), (piece + 1).saturating_mul(keys));
+        let lo = tiles.iter().map(|tile| tile.any.0).min().unwrap_or(0);
+        let hi = tiles.iter().map(|tile| tile.any.1).max().unwrap_or(0);
+        for block in self.blocks(lo, hi).skip_while(|block| block.first < first).take_while(|block| block.first < end) {
+            self.block(tiles, block, areas);
+        }
     }
 
     /// The `width` rows of a tile in an area of all tiles.
@@ -191,21 +256,30 @@ impl<L: Lanes> Pass<'_, L> {
         tile_state(states, &self.job.blocking, tile.index, tile.lanes)
     }
 
-    /// The blocks of keys that have some of `lo..hi`.
+    /// The blocks of keys that have some of `lo..hi`, or of those that no window hides.
     pub(super) fn blocks(&self, lo: usize, hi: usize) -> impl Iterator<Item = Keys> + use<L> {
         let (block_k, seqlen_k) = (self.job.blocking.block_k, self.job.problem.seqlen_k);
-        let firsts = (lo / block_k * block_k..hi).step_by(block_k);
-        firsts.map(move |first| Keys { first, count: block_k.min(seqlen_k - first) })
+        let kept = self.job.problem.keep_first.min(hi).div_ceil(block_k);
+        let blocks = (0..kept).chain(kept.max(lo / block_k)..hi.div_ceil(block_k));
+        blocks.map(move |block| block * block_k).map(move |first| Keys { first, count: block_k.min(seqlen_k - first) })
     }
 
     /// One block of keys and values against all tiles.
     fn block(&self, tiles: &mut [Tile], block: Keys, areas: &mut Areas<'_>) {
+        let keep = self.job.problem.keep_first;
+        if let [tile] = tiles
+            && tile.few
+        {
+            return if let Some(part) = tile.part(block, keep) {
+                self.few_part(tile, part, areas)
+            };
+        }
         let Areas { k, v, work, .. } = areas;
         let at = [self.batch, self.kv_head, block.first];
         let keys = load_rows(&self.job.k, at, block.count, 1, k);
         let mut values = BlockValues::new(load_rows(&self.job.v, at, block.count, L::LANES, v), block);
         for tile in tiles {
-            let Some(part) = tile.part(block) else { continue };
+            let Some(part) = tile.part(block, keep) else { continue };
             let Some(partial) = self.scores(tile, part, rows_of(keys, block, part), 0, work) else { continue };
             let state = self.state(tile, work.states);
             let (s, alpha) = (&mut work.s[..part.count * tile.lanes], &mut work.pair[..tile.lanes]);
@@ -258,14 +332,15 @@ impl<L: Lanes> Pass<'_, L> {
         if mixed {
             apply(Rule::Bias { bias: work.bias, scale: if scale_with_bias { scale } else { 1.0 } });
         }
-        let all_seen = tile.all.0 <= part.first && part.first + part.count <= tile.all.1;
+        let keep = problem.keep_first.saturating_sub(part.first).min(part.count);
+        let all_seen = tile.sees_all(part, keep);
         if !all_seen {
             for (i, (lo, hi)) in work.ranges[tile.first..][..tile.rows].iter().enumerate() {
                 // At most a block: exact.
                 first[i] = lo.saturating_sub(part.first).min(part.count) as f32;
                 second[i] = hi.saturating_sub(part.first).min(part.count) as f32;
             }
-            apply(Rule::Range { from: first, to: second });
+            apply(Rule::Range { from: first, to: second, keep: keep as f32 });
         }
         Some(!all_seen || mixed)
     }
@@ -282,30 +357,27 @@ impl<L: Lanes> Pass<'_, L> {
     ) {
         let careful = partial && !values.all_finite(self.l);
         if careful {
-            self.note_seen(tile, part, work.bias);
+            self.note_seen(tile, part, work.bias, (tile.lanes, 1));
         }
-        let inner = Values {
-            values: rows_of(values.rows, values.block, part),
-            p: &work.s[..part.count * tile.lanes],
-            lanes: tile.lanes,
-            rows: tile.rows,
-            alpha: (!fresh).then_some(&work.pair[..tile.lanes]),
-            o: self.area_of(tile, work.o, self.job.blocking.head_dim_v_padded),
-        };
-        match careful {
-            false => self.l.vectorize(inner),
-            true => self.l.vectorize(CarefulValues { inner, seen: work.bias }),
+        let rows = rows_of(values.rows, values.block, part);
+        let (lanes, p) = (tile.lanes, &work.s[..part.count * tile.lanes]);
+        let alpha = (!fresh).then_some(&work.pair[..tile.lanes]);
+        let o = self.area_of(tile, work.o, self.job.blocking.head_dim_v_padded);
+        if careful {
+            let (seen, steps) = (&*work.bias, (lanes, 1));
+            self.l.vectorize(CarefulValues { values: rows, p, seen, steps, rows: tile.rows, alpha, o });
+        } else {
+            self.l.vectorize(Values { values: rows, p, lanes, rows: tile.rows, alpha, o });
         }
     }
 
-    /// 1 where a row of the tile sees a key, else 0. Key by key: only for blocks with non-finite values.
-    fn note_seen(&self, tile: &Tile, part: Keys, seen: &mut [f32]) {
-        for (key, seen) in seen.chunks_exact_mut(tile.lanes).take(part.count).enumerate() {
-            for (i, seen) in seen.iter_mut().enumerate().take(tile.rows) {
-                let (head, query) = self.row(tile.first + i);
-                let visible = self.job.problem.visible(self.batch, head, query, part.first + key);
-                *seen = f32::from(u8::from(visible));
-            }
+    /// 1 where a row of the tile sees a key, else 0, at `key * steps.0 + row * steps.1`. Key by key: only for blocks with
+    /// non-finite values.
+    pub(super) fn note_seen(&self, tile: &Tile, part: Keys, seen: &mut [f32], steps: (usize, usize)) {
+        for (key, i) in (0..part.count).flat_map(|key| (0..tile.rows).map(move |i| (key, i))) {
+            let (head, query) = self.row(tile.first + i);
+            let visible = self.job.problem.visible(self.batch, head, query, part.first + key);
+            seen[key * steps.0 + i * steps.1] = f32::from(u8::from(visible));
         }
     }
 }

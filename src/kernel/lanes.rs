@@ -1,5 +1,7 @@
 //! A vector of `f32` as every level has it: what `exp`, softmax and the register tiles are written in.
 
+use half::{bf16, f16};
+
 /// A level whose registers have lanes. A value of an implementing type is proof that the processor has what its methods use.
 ///
 /// Methods are for use inside [`Lanes::vectorize`]: elsewhere they work, but as calls.
@@ -45,7 +47,48 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
 
     /// Asks for memory that will be read soon; a hint.
     #[inline(always)]
-    fn prefetch(self, _src: &[f32]) {}
+    fn prefetch<T>(self, _src: &[T]) {}
+
+    /// The first `LANES` elements. Panics if there are fewer.
+    #[inline(always)]
+    fn load_f16(self, src: &[f16]) -> Self::V {
+        let mut lanes = [0.0; MAX_LANES];
+        for (x, from) in lanes.iter_mut().zip(&src[..Self::LANES]) {
+            // The exponent's bias differs by 112, which a product corrects for subnormals too; infinities and NaN have the
+            // largest exponent in either type. Without a branch, so that it is vectorised.
+            let bits = u32::from(from.to_bits());
+            let magnitude = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits((127 + 112) << 23);
+            let special = if bits & 0x7c00 == 0x7c00 { 0xff << 23 } else { 0 };
+            *x = f32::from_bits(magnitude.to_bits() | special | (bits & 0x8000) << 16);
+        }
+        self.load(&lanes)
+    }
+
+    /// The first `LANES` elements. Panics if there are fewer.
+    #[inline(always)]
+    fn load_bf16(self, src: &[bf16]) -> Self::V {
+        let mut lanes = [0.0; MAX_LANES];
+        for (x, from) in lanes.iter_mut().zip(&src[..Self::LANES]) {
+            *x = f32::from_bits(u32::from(from.to_bits()) << 16);
+        }
+        self.load(&lanes)
+    }
+
+    /// Lane `i` is the sum of the `LANES` elements from `src[i * LANES]` on, in an order that depends on the level alone.
+    #[inline(always)]
+    fn row_sums(self, src: &[f32]) -> Self::V {
+        let mut columns = [0.0; MAX_LANES * MAX_LANES];
+        self.transpose(src, Self::LANES, Self::LANES, &mut columns, Self::LANES);
+        let mut n = Self::LANES;
+        while n > 1 {
+            n /= 2;
+            for i in 0..n {
+                let (a, b) = (self.load(&columns[i * Self::LANES..]), self.load(&columns[(i + n) * Self::LANES..]));
+                self.store(self.add(a, b), &mut columns[i * Self::LANES..]);
+            }
+        }
+        self.load(&columns)
+    }
 
     /// Sum of the lanes, in an order that depends on the level alone.
     #[inline(always)]

@@ -2,12 +2,16 @@
 
 pub(crate) mod blocking;
 mod exp;
+mod few;
+mod few_pass;
 mod finish;
 pub(crate) mod fused;
 mod lanes;
 mod mask_tile;
 mod online;
+mod operand;
 mod pack;
+mod pieces;
 pub(crate) mod row_softmax;
 mod score;
 pub(crate) mod scratch;

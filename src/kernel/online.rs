@@ -44,7 +44,6 @@ impl Op for Softmax<'_> {
         for j in (0..stride).step_by(L::LANES) {
             let old = l.load(&self.state.max[j..]);
             let max = l.max(block_max(l, self.s, stride, j), old);
-            // Rows that have seen nothing yet: -inf - 0 is -inf, where -inf - -inf would be NaN.
             let shift = finite_or_zero(l, max);
             let c = l.splat(self.c);
             let alpha = exp2_nonpositive(l, l.mul(l.sub(old, shift), c));
@@ -57,13 +56,17 @@ impl Op for Softmax<'_> {
     }
 }
 
+/// What scores are taken relative to. Rows that have seen nothing yet: -inf - 0 is -inf, where -inf - -inf would be NaN.
 #[inline(always)]
-fn finite_or_zero<L: Lanes>(l: L, max: L::V) -> L::V {
+pub(super) fn finite_or_zero<L: Lanes>(l: L, max: L::V) -> L::V {
     l.select(l.lt(l.splat(f32::NEG_INFINITY), max), max, l.splat(0.0))
 }
 
 /// Keys in flight at once, each with its own partial maximum and sum.
 const CHAINS: usize = 4;
+
+/// A tile's keys begin at a multiple of this, so that a key is always in the same partial sum.
+pub(crate) const KEY_ALIGN: usize = CHAINS;
 
 /// Largest score of each lane of column `j`; NaN counts only where it is all there is.
 #[inline(always)]

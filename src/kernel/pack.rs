@@ -23,11 +23,12 @@ pub(crate) fn load_rows<'a>(
     if width == 0 || count == 0 {
         return Rows { data: &[], stride: 0, width: 0, count };
     }
+    let in_one_run = heads.run(first, count) == count;
     if let AnySlice::F32(data) = heads.data {
         let unit = step == 1 || width == 1;
         let apart = count == 1 || (stride >= width && stride % SET_CONFLICT != 0);
-        if unit && apart && width % multiple == 0 {
-            return Rows { data: &data[heads.layout.offset([batch, head, first, 0])..], stride, width, count };
+        if unit && apart && in_one_run && width % multiple == 0 {
+            return Rows { data: &data[heads.offset([batch, head, first])..], stride, width, count };
         }
     }
     let padded = width.next_multiple_of(multiple);
@@ -39,12 +40,28 @@ pub(crate) fn load_rows<'a>(
     Rows { data: area, stride: padded, width: padded, count }
 }
 
+/// Rows `first..` of a head, as many of `count` as lie one stride apart, in place; `None` if their elements are not side by side.
+pub(crate) fn rows_in_place<'a, T>(
+    data: &'a [T],
+    heads: &AnyHeads<'a>,
+    [batch, head, first]: [usize; 3],
+    count: usize,
+) -> Option<Rows<'a, T>> {
+    let ([_, _, _, width], [_, _, stride, step]) = (heads.layout.shape, heads.layout.strides);
+    if width == 0 || count == 0 {
+        return Some(Rows { data: &[], stride: 0, width: 0, count });
+    }
+    let rows =
+        || Rows { data: &data[heads.offset([batch, head, first])..], stride, width, count: heads.run(first, count) };
+    (step == 1 || width == 1).then(rows)
+}
+
 /// One row as `f32`.
 pub(crate) fn load_row(heads: &AnyHeads<'_>, [batch, head, seq]: [usize; 3], row: &mut [f32]) {
     if row.is_empty() {
         return;
     }
-    load_elements(heads.data, heads.layout.offset([batch, head, seq, 0]), heads.layout.strides[3], row);
+    load_elements(heads.data, heads.offset([batch, head, seq]), heads.layout.strides[3], row);
 }
 
 /// Elements `offset`, `offset + step`, .. as `f32`.

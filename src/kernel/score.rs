@@ -2,7 +2,7 @@
 //! visibility. Each is a pass over a tile of scores in L1, run only where it is asked for.
 
 use super::exp::tanh;
-use super::lanes::{Lanes, Op};
+use super::lanes::{Lanes, MAX_LANES, Op};
 
 /// Scores of one tile, `[keys][lanes]`, and what is to be done to them.
 pub(crate) struct ScorePass<'a> {
@@ -21,8 +21,8 @@ pub(crate) enum Rule<'a> {
     Alibi { slopes: &'a [f32], positions: &'a [f32] },
     /// `scale * s + bias`, hidden where the bias is -inf. `[keys][lanes]`.
     Bias { bias: &'a [f32], scale: f32 },
-    /// Hidden outside of `from <= key < to`, counted from the first key of the tile.
-    Range { from: &'a [f32], to: &'a [f32] },
+    /// Hidden outside of `from <= key < to` and `key < keep.min(to)`, counted from the first key of the tile.
+    Range { from: &'a [f32], to: &'a [f32], keep: f32 },
 }
 
 impl Op for ScorePass<'_> {
@@ -30,31 +30,83 @@ impl Op for ScorePass<'_> {
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         let Self { s, vectors, rule } = self;
-        let hidden = l.splat(f32::NEG_INFINITY);
         match rule {
             Rule::Scale(scale) => each(l, s, vectors, |x, _, _| l.mul(x, l.splat(scale))),
-            Rule::Softcap(cap) => {
-                let cap = l.splat(cap);
-                each(l, s, vectors, |x, _, _| l.mul(cap, tanh(l, l.div(x, cap))));
-            }
+            Rule::Softcap(cap) => each(l, s, vectors, |x, _, _| softcap(l, x, cap)),
             Rule::Alibi { slopes, positions } => each(l, s, vectors, |x, key, j| {
-                let distance = l.abs(l.sub(l.load(&positions[j..]), l.splat(key as f32)));
-                add_finite(l, x, l.mul(l.sub(l.splat(0.0), l.load(&slopes[j..])), distance))
+                alibi(l, x, l.load(&slopes[j..]), l.sub(l.load(&positions[j..]), l.splat(key as f32)))
             }),
             Rule::Bias { bias, scale } => {
-                let (stride, scale) = (vectors * L::LANES, l.splat(scale));
-                each(l, s, vectors, |x, key, j| {
-                    let b = l.load(&bias[key * stride + j..]);
-                    l.select(l.lt(b, l.splat(f32::MIN)), hidden, add_finite(l, l.mul(x, scale), b))
-                });
+                let stride = vectors * L::LANES;
+                each(l, s, vectors, |x, key, j| biased(l, l.mul(x, l.splat(scale)), l.load(&bias[key * stride + j..])));
             }
-            Rule::Range { from, to } => each(l, s, vectors, |x, key, j| {
+            Rule::Range { from, to, keep } => each(l, s, vectors, |x, key, j| {
+                let hidden = l.splat(f32::NEG_INFINITY);
+                let kept = (key as f32) < keep;
                 let key = l.splat(key as f32);
-                let x = l.select(l.lt(key, l.load(&from[j..])), hidden, x);
+                let x = if kept { x } else { l.select(l.lt(key, l.load(&from[j..])), hidden, x) };
                 l.select(l.lt(key, l.load(&to[j..])), x, hidden)
             }),
         }
     }
+}
+
+/// One step of the rules for a row of scores whose keys are in lanes.
+pub(crate) struct RowPass<'a> {
+    /// A multiple of `LANES`.
+    pub(crate) s: &'a mut [f32],
+    pub(crate) rule: RowRule<'a>,
+}
+
+/// As [`Rule`]; which keys a row may see is a range of it, and needs no rule.
+pub(crate) enum RowRule<'a> {
+    Scale(f32),
+    Softcap(f32),
+    /// The position counts from the first key of the row.
+    Alibi {
+        slope: f32,
+        position: f32,
+    },
+    Bias {
+        bias: &'a [f32],
+        scale: f32,
+    },
+}
+
+impl Op for RowPass<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        const KEYS: [f32; MAX_LANES] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
+        let s = self.s;
+        match self.rule {
+            RowRule::Scale(scale) => each(l, s, 1, |x, _, _| l.mul(x, l.splat(scale))),
+            RowRule::Softcap(cap) => each(l, s, 1, |x, _, _| softcap(l, x, cap)),
+            RowRule::Alibi { slope, position } => {
+                let first = l.sub(l.splat(position), l.load(&KEYS));
+                each(l, s, 1, |x, i, _| alibi(l, x, l.splat(slope), l.sub(first, l.splat((i * L::LANES) as f32))));
+            }
+            RowRule::Bias { bias, scale } => {
+                each(l, s, 1, |x, i, _| biased(l, l.mul(x, l.splat(scale)), l.load(&bias[i * L::LANES..])));
+            }
+        }
+    }
+}
+
+#[inline(always)]
+fn softcap<L: Lanes>(l: L, x: L::V, cap: f32) -> L::V {
+    let cap = l.splat(cap);
+    l.mul(cap, tanh(l, l.div(x, cap)))
+}
+
+#[inline(always)]
+fn alibi<L: Lanes>(l: L, x: L::V, slope: L::V, distance: L::V) -> L::V {
+    add_finite(l, x, l.mul(l.sub(l.splat(0.0), slope), l.abs(distance)))
+}
+
+#[inline(always)]
+fn biased<L: Lanes>(l: L, x: L::V, bias: L::V) -> L::V {
+    l.select(l.lt(bias, l.splat(f32::MIN)), l.splat(f32::NEG_INFINITY), add_finite(l, x, bias))
 }
 
 /// `score + bias` that stays finite where the score is: a sum of two finite numbers that rounds to -inf would hide its key.

@@ -16,7 +16,7 @@ pub(crate) struct Scratch {
     tiles: Vec<Tile>,
 }
 
-const PARTS: usize = 9;
+const PARTS: usize = 10;
 
 /// A vector or two of rows that are computed together.
 #[derive(Clone, Copy, Debug, Default)]
@@ -30,6 +30,8 @@ pub(crate) struct Tile {
     pub(crate) lanes: usize,
     /// Whether a block has been taken in.
     pub(crate) started: bool,
+    /// Whether it is computed as [`few`](super::few) does it.
+    pub(crate) few: bool,
     /// Keys that at least one row may see, and keys that all rows may see.
     pub(crate) any: (usize, usize),
     pub(crate) all: (usize, usize),
@@ -41,6 +43,8 @@ pub(crate) struct Areas<'a> {
     pub(crate) k: &'a mut [f32],
     pub(crate) v: &'a mut [f32],
     pub(crate) tiles: &'a mut [Tile],
+    /// What the pieces of the keys before this one have come to.
+    pub(crate) partial: &'a mut [f32],
     pub(crate) work: Work<'a>,
 }
 
@@ -61,20 +65,21 @@ pub(crate) struct Work<'a> {
 }
 
 /// Sizes of the parts, in the order of `areas`; `None` if they overflow.
-fn sizes(problem: &Problem<'_>, blocking: &Blocking) -> Option<[usize; PARTS]> {
+fn sizes(problem: &Problem<'_>, blocking: &Blocking<'_>) -> Option<[usize; PARTS]> {
     let (tile, tiles, block_k) = (blocking.tile(), blocking.tiles(), blocking.block_k);
     let rows = tiles * tile;
     let widest = problem.head_dim.max(block_k);
     let factors = [
         (block_k, problem.head_dim),
         (block_k, blocking.head_dim_v_padded),
-        (rows, problem.head_dim),
+        (rows, blocking.head_dim_padded),
         (rows + tile, blocking.head_dim_v_padded),
         (rows, 3),
         (tile, block_k),
         (tile, block_k),
         (tile, widest),
         (tile, 2),
+        (1, blocking.partial_len()?),
     ];
     let mut sizes = [0; PARTS];
     for (size, (count, width)) in sizes.iter_mut().zip(factors) {
@@ -85,7 +90,7 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking) -> Option<[usize; PARTS]> {
 
 impl Scratch {
     /// Makes room for a problem.
-    pub(crate) fn reserve(&mut self, problem: &Problem<'_>, blocking: &Blocking) -> Result<()> {
+    pub(crate) fn reserve(&mut self, problem: &Problem<'_>, blocking: &Blocking<'_>) -> Result<()> {
         let too_large = Error::Memory { bytes: usize::MAX };
         self.sizes = sizes(problem, blocking).ok_or(too_large.clone())?;
         let floats = self.sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size)).ok_or(too_large)?;
@@ -97,13 +102,13 @@ impl Scratch {
     /// The parts, for the problem that `reserve` has seen last.
     pub(crate) fn areas(&mut self) -> Areas<'_> {
         let mut rest = self.floats.as_mut_slice();
-        let [k, v, queries, o, states, s, bias, stage, pair] = self.sizes.map(|size| {
+        let [k, v, queries, o, states, s, bias, stage, pair, partial] = self.sizes.map(|size| {
             let (part, tail) = core::mem::take(&mut rest).split_at_mut(size);
             rest = tail;
             part
         });
         let work = Work { queries, o, states, s, bias, stage, pair, ranges: &mut self.ranges };
-        Areas { k, v, tiles: &mut self.tiles, work }
+        Areas { k, v, tiles: &mut self.tiles, partial, work }
     }
 
     /// Bytes on the heap.
@@ -115,7 +120,12 @@ impl Scratch {
 }
 
 /// The state of tile `index`, whose rows are `lanes` wide.
-pub(crate) fn tile_state<'a>(states: &'a mut [f32], blocking: &Blocking, index: usize, lanes: usize) -> RowState<'a> {
+pub(crate) fn tile_state<'a>(
+    states: &'a mut [f32],
+    blocking: &Blocking<'_>,
+    index: usize,
+    lanes: usize,
+) -> RowState<'a> {
     let state = &mut states[index * 3 * blocking.tile()..][..3 * lanes];
     let (max, rest) = state.split_at_mut(lanes);
     let (sum, norm) = rest.split_at_mut(lanes);

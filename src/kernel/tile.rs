@@ -4,19 +4,20 @@
 //! K and V are read as they lie in memory; only the queries are transposed on their way in.
 
 use super::lanes::{Lanes, Op};
+use super::operand::Operand;
 
-/// `count` rows of `width` floats, `stride` apart.
+/// `count` rows of `width` elements, `stride` apart.
 #[derive(Clone, Copy)]
-pub(crate) struct Rows<'a> {
-    pub(crate) data: &'a [f32],
+pub(crate) struct Rows<'a, T = f32> {
+    pub(crate) data: &'a [T],
     pub(crate) stride: usize,
     pub(crate) width: usize,
     pub(crate) count: usize,
 }
 
-impl<'a> Rows<'a> {
+impl<'a, T: Copy> Rows<'a, T> {
     #[inline(always)]
-    pub(crate) fn row(&self, i: usize) -> &'a [f32] {
+    pub(crate) fn row(&self, i: usize) -> &'a [T] {
         &self.data[i * self.stride..][..self.width]
     }
 
@@ -41,19 +42,21 @@ macro_rules! with_constant {
     };
 }
 
-/// Runs `$body` with `$i` = 0, 1, ... `$n - 1`, each a constant; `$n` is at most 12. A loop whose body may panic is not always
+/// Runs `$body` with `$i` = 0, 1, ... `$n - 1`, each a constant; `$n` is at most 16. A loop whose body may panic is not always
 /// unrolled, and accumulators that it indexes then live in memory: 79 against 99 GFLOP/s (AVX-512, D 64, S 2048).
 macro_rules! unroll {
     ($i:ident < $n:expr => $body:expr) => {
-        unroll!(@ $i < $n => $body; 0 1 2 3 4 5 6 7 8 9 10 11)
+        unroll!(@ $i < $n => $body; 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
     };
-    (@ $i:ident < $n:expr => $body:expr; $($k:literal)*) => {
+    (@ $i:ident < $n:expr => $body:expr; $($k:literal)*) => {{
         $(if $k < $n {
             const $i: usize = $k;
             $body
         })*
-    };
+    }};
 }
+
+pub(super) use unroll;
 
 /// How many of `left` rows the next register tile takes: `mr`, but the last two share what is left, since a tile of one or two
 /// rows has too few accumulators to hide the latency of an FMA.
@@ -224,23 +227,30 @@ fn value_step<L: Lanes, const NV: usize, const MR: usize>(
 /// As [`Values`], but a row meets only the keys that it sees: for values with NaN or infinities, which a probability of 0
 /// would not silence. The same operations in the same order, so that rows which see all keys get the same bits.
 pub(crate) struct CarefulValues<'a> {
-    pub(crate) inner: Values<'a>,
-    /// `[count][lanes]`, 1 where the row sees the key, else 0.
+    pub(crate) values: Rows<'a>,
+    /// The probability of (key, row), and 1 where the row sees the key, else 0: at `key * steps.0 + row * steps.1`.
+    pub(crate) p: &'a [f32],
     pub(crate) seen: &'a [f32],
+    pub(crate) steps: (usize, usize),
+    pub(crate) rows: usize,
+    /// As in [`Values`].
+    pub(crate) alpha: Option<&'a [f32]>,
+    pub(crate) o: &'a mut [f32],
 }
 
 impl Op for CarefulValues<'_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Values { values, p, lanes, rows, alpha, o } = self.inner;
+        let Self { values, p, seen, steps, rows, alpha, o } = self;
         for row in 0..rows {
             let o = &mut o[row * values.width..][..values.width];
             for (column, o) in o.chunks_exact_mut(L::LANES).enumerate() {
                 let mut acc = alpha.map_or(l.splat(0.0), |alpha| l.mul(l.load(o), l.splat(alpha[row])));
-                for key in (0..values.count).filter(|key| self.seen[key * lanes + row] != 0.0) {
+                let at = |key: usize| key * steps.0 + row * steps.1;
+                for key in (0..values.count).filter(|&key| seen[at(key)] != 0.0) {
                     let value = l.load(&values.row(key)[column * L::LANES..]);
-                    acc = l.fma(l.splat(p[key * lanes + row]), value, acc);
+                    acc = l.fma(l.splat(p[at(key)]), value, acc);
                 }
                 l.store(acc, o);
             }
@@ -249,23 +259,20 @@ impl Op for CarefulValues<'_> {
 }
 
 /// Whether all elements of the rows are finite.
-pub(crate) struct AllFinite<'a>(pub(crate) Rows<'a>);
+pub(crate) struct AllFinite<'a, T>(pub(crate) Rows<'a, T>);
 
-impl Op for AllFinite<'_> {
+impl<T: Operand> Op for AllFinite<'_, T> {
     type Output = bool;
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) -> bool {
         // x * 0 is 0 for a finite x, else NaN, which stays in the sum.
         let mut acc = l.splat(0.0);
-        let mut tail = 0.0;
         for i in 0..self.0.count {
-            let row = self.0.row(i).chunks_exact(L::LANES);
-            tail += row.remainder().iter().map(|x| x * 0.0).sum::<f32>();
-            for x in row {
-                acc = l.fma(l.load(x), l.splat(0.0), acc);
+            for x in self.0.row(i).chunks(L::LANES) {
+                acc = l.fma(T::load_partial(l, x), l.splat(0.0), acc);
             }
         }
-        l.sum(acc) == 0.0 && tail == 0.0
+        l.sum(acc) == 0.0
     }
 }
 

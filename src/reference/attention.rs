@@ -177,7 +177,7 @@ fn sees(problem: &Problem<'_>, index: [usize; 4]) -> bool {
     }
     if let Some(window) = problem.window {
         let ahead = ahead(window.diagonal);
-        let too_early = window.left.is_some_and(|left| -ahead > left as i128);
+        let too_early = j >= problem.keep_first && window.left.is_some_and(|left| -ahead > left as i128);
         let too_late = window.right.is_some_and(|right| ahead > right as i128);
         if too_early || too_late {
             return false;

@@ -53,19 +53,22 @@ impl<'a, T> Shared<'a, T> {
     }
 }
 
-/// How the (head, query) plane of an output is cut: into blocks of `heads` heads, which do not cross a multiple of `group`, by
-/// `queries` queries.
+/// How an output is cut into blocks of rows: of one batch item, of `heads` heads, which do not cross a multiple of `group`, and
+/// of `queries` queries.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Grid {
+pub(crate) struct Grid<'a> {
     pub(crate) batch: usize,
     pub(crate) num_heads: usize,
+    /// Of every item, unless `starts` says otherwise.
     pub(crate) seqlen_q: usize,
+    /// Item `i` has the rows `starts[i]..starts[i + 1]` of a batch of one.
+    pub(crate) starts: Option<&'a [usize]>,
     pub(crate) group: usize,
     pub(crate) heads: usize,
     pub(crate) queries: usize,
 }
 
-impl Grid {
+impl Grid<'_> {
     fn blocks_per_group(&self) -> usize {
         self.group.div_ceil(self.heads)
     }
@@ -75,25 +78,66 @@ impl Grid {
         self.num_heads / self.group.max(1) * self.blocks_per_group()
     }
 
-    /// Blocks along the queries.
-    pub(crate) fn query_blocks(&self) -> usize {
-        self.seqlen_q.div_ceil(self.queries)
+    fn query_length(&self, batch: usize) -> usize {
+        self.starts.map_or(self.seqlen_q, |starts| starts[batch + 1] - starts[batch])
     }
 
-    /// Blocks in all. Saturates: no list of that length can be made.
+    /// Blocks along the queries of an item.
+    pub(crate) fn query_blocks(&self, batch: usize) -> usize {
+        self.query_length(batch).div_ceil(self.queries)
+    }
+
+    /// Slots, of which an item has one for each of its query blocks, from `first_slot` on.
+    fn slots(&self) -> usize {
+        match self.starts {
+            None => self.batch.saturating_mul(self.seqlen_q.div_ceil(self.queries)),
+            Some(starts) => starts.last().map_or(0, |rows| rows / self.queries).saturating_add(self.batch),
+        }
+    }
+
+    /// `a.div_ceil(q) <= (s + a) / q - s / q + 1`: slots of ragged items, which begin at `s / q + item`, do not meet.
+    fn first_slot(&self, batch: usize) -> usize {
+        match self.starts {
+            None => batch * self.seqlen_q.div_ceil(self.queries),
+            Some(starts) => starts[batch] / self.queries + batch,
+        }
+    }
+
+    /// Length of the index space of blocks, in which there may be gaps. Saturates: no list of that length can be made.
     pub(crate) fn len(&self) -> usize {
-        self.batch.saturating_mul(self.head_blocks()).saturating_mul(self.query_blocks())
+        self.head_blocks().saturating_mul(self.slots())
     }
 
-    /// Batch item, heads and queries of a block.
-    pub(crate) fn block(&self, index: usize) -> (usize, Range<usize>, Range<usize>) {
-        let (row, query_block) = (index / self.query_blocks(), index % self.query_blocks());
-        let (batch, head_block) = (row / self.head_blocks(), row % self.head_blocks());
+    /// Index of a block.
+    pub(crate) fn index(&self, batch: usize, head_block: usize, query_block: usize) -> usize {
+        head_block * self.slots() + self.first_slot(batch) + query_block
+    }
+
+    /// Batch item, heads and queries of a block; `None` at a gap.
+    pub(crate) fn block(&self, index: usize) -> Option<(usize, Range<usize>, Range<usize>)> {
+        let (head_block, slot) = (index / self.slots(), index % self.slots());
+        let batch = match self.starts {
+            None => slot / self.seqlen_q.div_ceil(self.queries),
+            Some(_) => {
+                let (mut low, mut high) = (0, self.batch);
+                while high - low > 1 {
+                    let middle = low.midpoint(high);
+                    if self.first_slot(middle) <= slot { low = middle } else { high = middle }
+                }
+                low
+            }
+        };
+        let first_query = (slot - self.first_slot(batch)) * self.queries;
+        let length = self.query_length(batch);
         let (group, part) = (head_block / self.blocks_per_group(), head_block % self.blocks_per_group());
         let (first, end) = (group * self.group, (group + 1) * self.group);
         let heads = first + part * self.heads..(first + (part + 1) * self.heads).min(end);
-        let queries = query_block * self.queries..((query_block + 1) * self.queries).min(self.seqlen_q);
-        (batch, heads, queries)
+        (first_query < length).then(|| (batch, heads, first_query..(first_query + self.queries).min(length)))
+    }
+
+    /// Index of a row of the output views.
+    fn row(&self, batch: usize, head: usize, query: usize) -> [usize; 3] {
+        self.starts.map_or([batch, head, query], |starts| [0, head, starts[batch] + query])
     }
 }
 
@@ -109,14 +153,14 @@ pub(crate) struct OutputBlocks<'a, T> {
     out: Shared<'a, T>,
     lse: Option<Shared<'a, f32>>,
     weights: Option<(Shared<'a, f32>, bool)>,
-    grid: Grid,
+    grid: Grid<'a>,
     taken: &'a [AtomicBool],
 }
 
 impl<'a, T: Element> OutputBlocks<'a, T> {
     /// `taken` has a `false` for every block.
     pub(crate) fn new(
-        grid: Grid,
+        grid: Grid<'a>,
         out: HeadsMut<'a, T>,
         lse: Option<HeadsMut<'a, f32>>,
         weights: Option<WeightsOut<'a>>,
@@ -124,6 +168,7 @@ impl<'a, T: Element> OutputBlocks<'a, T> {
     ) -> Self {
         let averaged = weights.as_ref().is_some_and(|weights| weights.averaged);
         assert!(!averaged || grid.head_blocks() <= 1, "averaged weights belong to blocks of all heads");
+        assert!(weights.is_none() || grid.starts.is_none(), "weights of ragged queries have no shape");
         let weights = weights.map(|weights| (Shared::new(weights.view), averaged));
         Self { out: Shared::new(out), lse: lse.map(Shared::new), weights, grid, taken }
     }
@@ -134,7 +179,7 @@ impl<'a, T: Element> OutputBlocks<'a, T> {
         if self.taken.get(index)?.swap(true, Ordering::Relaxed) {
             return None;
         }
-        let (batch, heads, queries) = self.grid.block(index);
+        let (batch, heads, queries) = self.grid.block(index)?;
         Some(OutputBlock { outputs: self, batch, heads, queries })
     }
 }
@@ -163,14 +208,14 @@ impl<T: Element> RowSink for OutputBlock<'_, T> {
         let write = |to: &mut [T], i: usize| T::store_nearest(&row[i..i + to.len()], to);
         // SAFETY: the row is of this block, as just asserted, and `OutputBlocks::take` gave the block to nobody else; the output
         // view's rows are disjoint in memory (`Layout::check_disjoint`).
-        unsafe { self.outputs.out.segment([self.batch, head, query], 0, row.len(), write) }
+        unsafe { self.outputs.out.segment(self.outputs.grid.row(self.batch, head, query), 0, row.len(), write) }
     }
 
     fn lse(&mut self, head: usize, query: usize, lse: f32) {
         assert!(self.heads.contains(&head) && self.queries.contains(&query));
         if let Some(shared) = &self.outputs.lse {
             // SAFETY: as in `out`.
-            unsafe { shared.segment([self.batch, head, query], 0, 1, |to, _| to[0] = lse) }
+            unsafe { shared.segment(self.outputs.grid.row(self.batch, head, query), 0, 1, |to, _| to[0] = lse) }
         }
     }
 
@@ -208,18 +253,41 @@ mod tests {
 
     #[test]
     fn blocks_cover_every_row_once() {
+        let ragged: [&[usize]; 5] = [&[0], &[0, 0], &[0, 7, 7, 8, 20], &[0, 0, 3, 6, 6, 9], &[0, 1, 2, 3, 11]];
         for (num_heads, group, heads) in [(6, 3, 2), (6, 3, 3), (4, 1, 1), (5, 5, 4), (1, 1, 1), (6, 6, 6)] {
             for (seqlen_q, queries) in [(7, 3), (6, 3), (1, 4), (0, 4)] {
-                let grid = Grid { batch: 2, num_heads, seqlen_q, group, heads, queries };
-                let mut seen = vec![0; 2 * num_heads * seqlen_q];
-                for index in 0..grid.len() {
-                    let (batch, heads, queries) = grid.block(index);
-                    assert_eq!(heads.start / group, (heads.end - 1) / group, "a block lies within one group");
-                    for head in heads {
-                        queries.clone().for_each(|query| seen[(batch * num_heads + head) * seqlen_q + query] += 1);
-                    }
+                check(&Grid { batch: 2, num_heads, seqlen_q, starts: None, group, heads, queries });
+                for starts in ragged {
+                    let (batch, starts) = (starts.len() - 1, Some(starts));
+                    check(&Grid { batch, num_heads, seqlen_q, starts, group, heads, queries });
                 }
-                assert!(seen.iter().all(|&n| n == 1), "{grid:?}: {seen:?}");
+            }
+        }
+    }
+
+    fn check(grid: &Grid<'_>) {
+        let rows = grid.starts.map_or(grid.seqlen_q, |starts| *starts.last().unwrap());
+        let items = if grid.starts.is_some() { 1 } else { grid.batch };
+        let mut seen = vec![0; items * grid.num_heads * rows];
+        for index in 0..grid.len() {
+            let Some((batch, heads, queries)) = grid.block(index) else { continue };
+            assert_eq!(heads.start / grid.group, (heads.end - 1) / grid.group, "a block lies within one group");
+            for head in heads {
+                for query in queries.clone() {
+                    let [item, head, row] = grid.row(batch, head, query);
+                    seen[(item * grid.num_heads + head) * rows + row] += 1;
+                }
+            }
+        }
+        assert!(seen.iter().all(|&n| n == 1), "{grid:?}: {seen:?}");
+        let blocks = (0..grid.batch).map(|batch| grid.query_blocks(batch)).sum::<usize>() * grid.head_blocks();
+        assert_eq!((0..grid.len()).filter(|&index| grid.block(index).is_some()).count(), blocks);
+        for batch in 0..grid.batch {
+            for (head, query) in
+                (0..grid.head_blocks()).flat_map(|h| (0..grid.query_blocks(batch)).map(move |q| (h, q)))
+            {
+                let (item, _, queries) = grid.block(grid.index(batch, head, query)).expect("a block");
+                assert_eq!((item, queries.start), (batch, query * grid.queries));
             }
         }
     }
@@ -227,7 +295,7 @@ mod tests {
     #[test]
     fn a_block_is_taken_once() {
         let mut data = [0.0f32; 4];
-        let grid = Grid { batch: 1, num_heads: 2, seqlen_q: 2, group: 1, heads: 1, queries: 2 };
+        let grid = Grid { batch: 1, num_heads: 2, seqlen_q: 2, starts: None, group: 1, heads: 1, queries: 2 };
         let taken = [const { AtomicBool::new(false) }; 2];
         let out = HeadsMut::bhsd(&mut data, [1, 2, 2, 1]).unwrap();
         let blocks = OutputBlocks::new(grid, out, None, None, &taken);

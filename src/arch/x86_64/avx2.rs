@@ -3,6 +3,8 @@
 
 use core::arch::x86_64::*;
 
+use half::{bf16, f16};
+
 use crate::kernel::{Lanes, Op};
 
 /// Proof that the processor has AVX2, FMA and F16C: only `new` makes one.
@@ -139,8 +141,32 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn prefetch(self, src: &[f32]) {
-        for line in src.chunks(16) {
+    fn load_f16(self, src: &[f16]) -> __m256 {
+        let src = &src[..Self::LANES];
+        // SAFETY: features as above; the slice has 8 elements, 16 bytes, and the load needs no alignment.
+        unsafe { _mm256_cvtph_ps(_mm_loadu_si128(src.as_ptr().cast())) }
+    }
+
+    #[inline(always)]
+    fn load_bf16(self, src: &[bf16]) -> __m256 {
+        let src = &src[..Self::LANES];
+        // SAFETY: features as above; the slice has 8 elements, 16 bytes, and the load needs no alignment.
+        let halves = unsafe { _mm_loadu_si128(src.as_ptr().cast()) };
+        avx2!(_mm256_castsi256_ps(_mm256_slli_epi32::<16>(_mm256_cvtepu16_epi32(halves))))
+    }
+
+    #[inline(always)]
+    fn row_sums(self, src: &[f32]) -> __m256 {
+        let row = |i: usize| self.load(&src[i * Self::LANES..]);
+        let pair = |i: usize| avx2!(_mm256_hadd_ps(row(i), row(i + 1)));
+        // Each half of these has its part of four sums.
+        let (low, high) = (avx2!(_mm256_hadd_ps(pair(0), pair(2))), avx2!(_mm256_hadd_ps(pair(4), pair(6))));
+        self.add(avx2!(_mm256_permute2f128_ps::<0x20>(low, high)), avx2!(_mm256_permute2f128_ps::<0x31>(low, high)))
+    }
+
+    #[inline(always)]
+    fn prefetch<T>(self, src: &[T]) {
+        for line in src.chunks(64 / size_of::<T>()) {
             // SAFETY: SSE is part of x86-64, and a prefetch reads nothing that the program can see.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
         }

@@ -3,6 +3,8 @@
 
 use core::arch::x86_64::*;
 
+use half::{bf16, f16};
+
 use crate::kernel::{Lanes, Op};
 
 /// Proof that the processor has AVX-512 F, BW, DQ and VL, and AVX2, FMA and F16C: only `new` makes one.
@@ -139,8 +141,23 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
-    fn prefetch(self, src: &[f32]) {
-        for line in src.chunks(16) {
+    fn load_f16(self, src: &[f16]) -> __m512 {
+        let src = &src[..Self::LANES];
+        // SAFETY: features as above; the slice has 16 elements, 32 bytes, and the load needs no alignment.
+        unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(src.as_ptr().cast())) }
+    }
+
+    #[inline(always)]
+    fn load_bf16(self, src: &[bf16]) -> __m512 {
+        let src = &src[..Self::LANES];
+        // SAFETY: features as above; the slice has 16 elements, 32 bytes, and the load needs no alignment.
+        let halves = unsafe { _mm256_loadu_si256(src.as_ptr().cast()) };
+        avx512!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves))))
+    }
+
+    #[inline(always)]
+    fn prefetch<T>(self, src: &[T]) {
+        for line in src.chunks(64 / size_of::<T>()) {
             // SAFETY: SSE is part of x86-64, and a prefetch reads nothing that the program can see.
             unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
         }

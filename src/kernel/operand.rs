@@ -1,0 +1,48 @@
+//! Element types as vectors of `f32`.
+
+use half::{bf16, f16};
+
+use super::lanes::{Lanes, MAX_LANES};
+
+/// A type that a level loads as `f32` lanes.
+pub(crate) trait Operand: Copy {
+    const ZERO: Self;
+
+    /// The first `LANES` elements. Panics if there are fewer.
+    fn load<L: Lanes>(l: L, src: &[Self]) -> L::V;
+
+    /// Up to `LANES` elements, zeros behind them.
+    #[inline(always)]
+    fn load_partial<L: Lanes>(l: L, src: &[Self]) -> L::V {
+        if src.len() >= L::LANES {
+            return Self::load(l, src);
+        }
+        let mut lanes = [Self::ZERO; MAX_LANES];
+        lanes[..src.len()].copy_from_slice(src);
+        Self::load(l, &lanes)
+    }
+}
+
+impl Operand for f32 {
+    const ZERO: Self = 0.0;
+    #[inline(always)]
+    fn load<L: Lanes>(l: L, src: &[Self]) -> L::V {
+        l.load(src)
+    }
+}
+
+impl Operand for f16 {
+    const ZERO: Self = f16::ZERO;
+    #[inline(always)]
+    fn load<L: Lanes>(l: L, src: &[Self]) -> L::V {
+        l.load_f16(src)
+    }
+}
+
+impl Operand for bf16 {
+    const ZERO: Self = bf16::ZERO;
+    #[inline(always)]
+    fn load<L: Lanes>(l: L, src: &[Self]) -> L::V {
+        l.load_bf16(src)
+    }
+}
