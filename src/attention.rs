@@ -1,4 +1,8 @@
-//! Attention of one head: the 2-D convenience around [`multi_head`](crate::multi_head).
+//! Attention of one head, the 2-D convenience around [`multi_head`](crate::multi_head), and the joining of partial results.
+
+mod merge;
+
+pub use merge::merge;
 
 use crate::{Element, Matrix, MatrixMut, Options, Outputs, Result, multi_head_with};
 

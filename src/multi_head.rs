@@ -5,7 +5,7 @@ mod run;
 use core::fmt;
 use std::cell::Cell;
 
-use crate::problem::Problem;
+use crate::problem::{Problem, check_shape, packed_len};
 use crate::view::WeightsOut;
 use crate::{Element, Error, HeadsMut, Level, Options, Result, Sequences};
 use run::{Prepared, Workspace};
@@ -126,13 +126,6 @@ struct Checked<'a, O> {
     weights: Option<WeightsOut<'a>>,
 }
 
-fn check_shape(operand: &'static str, expected: [usize; 4], actual: [usize; 4], axes: [&'static str; 4]) -> Result<()> {
-    match (0..4).find(|&axis| expected[axis] != actual[axis]) {
-        None => Ok(()),
-        Some(i) => Err(Error::Shape { operand, axis: axes[i], expected: expected[i], actual: actual[i] }),
-    }
-}
-
 impl<'a, O: Element> Outputs<'a, O> {
     fn check(self, problem: &Problem<'_>, starts: Option<&[usize]>) -> Result<Checked<'a, O>> {
         let [mut batch, num_heads, mut seqlen_q, seqlen_k] = problem.scores_shape();
@@ -147,7 +140,7 @@ impl<'a, O: Element> Outputs<'a, O> {
         let lse = self.lse.map(|lse| {
             let actual = lse.len();
             let wrong = |expected| Error::Length { operand: "lse", expected, actual };
-            let expected = crate::problem::packed_len("lse", [batch, num_heads, seqlen_q])?;
+            let expected = packed_len("lse", [batch, num_heads, seqlen_q])?;
             if actual == expected { HeadsMut::bhsd(lse, [batch, num_heads, seqlen_q, 1]) } else { Err(wrong(expected)) }
         });
         let weights = self.weights.map(|(view, averaged)| {

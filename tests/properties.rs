@@ -46,9 +46,26 @@ fn width() -> impl Strategy<Value = usize> {
 }
 
 fn recipe() -> impl Strategy<Value = Recipe> {
+    recipe_of(length(), length())
+}
+
+/// A few queries and up to several pieces of keys.
+fn decoding() -> impl Strategy<Value = Recipe> {
+    let keys = prop_oneof![
+        2 => 0..300usize,
+        2 => 900..3000usize,
+        1 => prop::sample::select(vec![1023, 1024, 1025, 2047, 2048, 2049, 16_383, 16_384, 16_500]),
+    ];
+    recipe_of(1..19usize, keys)
+}
+
+fn recipe_of(
+    queries: impl Strategy<Value = usize>,
+    keys: impl Strategy<Value = usize>,
+) -> impl Strategy<Value = Recipe> {
     let heads = (0..4usize, prop_oneof![1 => Just(0), 20 => 1..4usize], 1..6usize);
-    let sizes = ([length(), length()], [width(), width()]);
-    (heads, sizes, 0..TYPES.len(), 0..512u16, prop::array::uniform5(0..8usize), any::<u64>()).prop_map(
+    let sizes = ((queries, keys).prop_map(|(l, s)| [l, s]), [width(), width()]);
+    (heads, sizes, 0..TYPES.len(), 0..1024u16, prop::array::uniform5(0..8usize), any::<u64>()).prop_map(
         |((batch, kv_heads, group), (lengths, widths), types, options, places, seed)| {
             let mut recipe = Recipe { batch, kv_heads, group, lengths, widths, types, options, places, seed };
             // What the reference does in a few milliseconds.
@@ -59,7 +76,8 @@ fn recipe() -> impl Strategy<Value = Recipe> {
                 let Recipe { batch, kv_heads, group, lengths, .. } = &mut recipe;
                 match [&mut *batch, kv_heads, group].into_iter().find(|n| **n > 1) {
                     Some(n) => *n -= 1,
-                    None => lengths[0] /= 2,
+                    None if lengths[0] > 1 => lengths[0] /= 2,
+                    None => lengths[1] /= 2,
                 }
             }
             recipe
@@ -87,6 +105,7 @@ fn options(bits: u16, s: &Shape, rng: &mut Rng) -> Opts {
         let mut side = || if rng.chance(0.2) { None } else { Some(rng.below(longest)) };
         let (left, right) = (side(), side());
         options.window = Some(Window { left, right, diagonal: diagonal(s, rng) });
+        options.keep_first = if on(9) { rng.below(longest) } else { 0 };
     }
     if on(3) {
         options.key_lengths = Some((0..s.batch).map(|_| rng.below(s.seqlen_k + 1)).collect());
@@ -230,7 +249,16 @@ proptest! {
     }
 
     #[test]
-    fn any_call_with_special_values_is_as_the_reference(recipe in recipe()) {
+    fn any_decoding_call_is_as_the_reference(recipe in decoding()) {
+        let (call, _) = recipe.call();
+        let expected = call.expected();
+        for &level in levels() {
+            call.check(level, &expected, "decoding");
+        }
+    }
+
+    #[test]
+    fn any_call_with_special_values_is_as_the_reference(recipe in prop_oneof![recipe(), decoding()]) {
         let (mut call, mut rng) = recipe.call();
         add_specials(&mut call, &mut rng);
         let expected = call.expected();
@@ -249,7 +277,7 @@ proptest! {
 
     /// What lies at some keys changes no bit of the rows that see none of them.
     #[test]
-    fn any_hidden_key_is_unread(recipe in recipe(), share in 0.0..1.0f64) {
+    fn any_hidden_key_is_unread(recipe in prop_oneof![recipe(), decoding()], share in 0.0..1.0f64) {
         let (call, mut rng) = recipe.call();
         let places = Places { k: Arrangement::RowGaps(1), v: Arrangement::RowGaps(2), ..call.places };
         let call = call.places(places);
@@ -282,7 +310,7 @@ proptest! {
 
     /// Where the operands lie changes no bit.
     #[test]
-    fn any_layout_gives_the_bits_of_packed_copies(recipe in recipe()) {
+    fn any_layout_gives_the_bits_of_packed_copies(recipe in prop_oneof![recipe(), decoding()]) {
         let (call, _) = recipe.call();
         let packed = Call { places: Places::PACKED, ..call.clone() };
         for &level in levels() {

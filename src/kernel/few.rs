@@ -284,7 +284,7 @@ impl<T: Operand> RowValues<'_, T> {
                 _ => self.panel::<L, NR, 1, false>(l, keys, row, at),
             };
         }
-        if self.values.width % L::LANES != 0 {
+        if !self.values.width.is_multiple_of(L::LANES) {
             self.panel::<L, NR, 1, true>(l, keys, row, vectors * L::LANES);
         }
         NR

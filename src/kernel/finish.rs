@@ -49,7 +49,7 @@ impl<L: Lanes> Pass<'_, L> {
         let blocking = &self.job.blocking;
         let spare = Tile { index: blocking.tiles(), ..*tile };
         let mut fresh = true;
-        for block in self.blocks(tile.any.0, tile.any.1) {
+        for block in self.blocks(tile.any.0, tile.any.1, self.job.problem.key_length(self.batch)) {
             let Some(part) = tile.part(block, self.job.problem.keep_first) else { continue };
             let Some(partial) = self.probabilities(tile, part, 0, areas) else { continue };
             areas.work.pair.fill(1.0);
@@ -123,7 +123,8 @@ impl<L: Lanes> Pass<'_, L> {
     /// Attention weights of a tile.
     fn weights(&self, tile: &Tile, areas: &mut Areas<'_>, sink: &mut dyn RowSink) {
         let block_k = self.job.blocking.block_k;
-        for block in self.blocks(0, self.job.problem.seqlen_k) {
+        let all = self.job.problem.seqlen_k;
+        for block in self.blocks(0, all, all) {
             areas.work.s.fill(0.0);
             if let Some(part) = tile.part(block, self.job.problem.keep_first) {
                 self.probabilities(tile, part, part.first - block.first, areas);

@@ -242,7 +242,10 @@ impl<L: Lanes> Pass<'_, L> {
         let (first, end) = (piece.saturating_mul(keys), (piece + 1).saturating_mul(keys));
         let lo = tiles.iter().map(|tile| tile.any.0).min().unwrap_or(0);
         let hi = tiles.iter().map(|tile| tile.any.1).max().unwrap_or(0);
-        for block in self.blocks(lo, hi).skip_while(|block| block.first < first).take_while(|block| block.first < end) {
+        let len = self.job.problem.key_length(self.batch);
+        for block in
+            self.blocks(lo, hi, len).skip_while(|block| block.first < first).take_while(|block| block.first < end)
+        {
             self.block(tiles, block, areas);
         }
     }
@@ -256,12 +259,12 @@ impl<L: Lanes> Pass<'_, L> {
         tile_state(states, &self.job.blocking, tile.index, tile.lanes)
     }
 
-    /// The blocks of keys that have some of `lo..hi`, or of those that no window hides.
-    pub(super) fn blocks(&self, lo: usize, hi: usize) -> impl Iterator<Item = Keys> + use<L> {
-        let (block_k, seqlen_k) = (self.job.blocking.block_k, self.job.problem.seqlen_k);
+    /// The blocks of keys that have some of `lo..hi`, or of those that no window hides. There are `len` keys.
+    pub(super) fn blocks(&self, lo: usize, hi: usize, len: usize) -> impl Iterator<Item = Keys> + use<L> {
+        let block_k = self.job.blocking.block_k;
         let kept = self.job.problem.keep_first.min(hi).div_ceil(block_k);
         let blocks = (0..kept).chain(kept.max(lo / block_k)..hi.div_ceil(block_k));
-        blocks.map(move |block| block * block_k).map(move |first| Keys { first, count: block_k.min(seqlen_k - first) })
+        blocks.map(move |block| block * block_k).map(move |first| Keys { first, count: block_k.min(len - first) })
     }
 
     /// One block of keys and values against all tiles.

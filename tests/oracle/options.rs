@@ -39,6 +39,7 @@ pub(crate) struct Opts {
     pub(crate) scale: Option<f32>,
     pub(crate) causal: Option<Diagonal>,
     pub(crate) window: Option<Window>,
+    pub(crate) keep_first: usize,
     pub(crate) key_lengths: Option<Vec<usize>>,
     pub(crate) mask: Option<MaskTable>,
     pub(crate) bias: Option<BiasTable>,
@@ -108,7 +109,7 @@ impl Opts {
             options = options.causal(diagonal);
         }
         if let Some(window) = self.window {
-            options = options.window(window);
+            options = options.window(window).keep_first(self.keep_first);
         }
         if let Some(lengths) = &self.key_lengths {
             options = options.key_lengths(lengths);
@@ -151,7 +152,7 @@ impl Opts {
         let after = |diagonal| j as i128 - self.position(shape, diagonal, b, i);
         let causal = self.causal.is_none_or(|diagonal| after(diagonal) <= 0);
         let window = self.window.is_none_or(|Window { left, right, diagonal }| {
-            left.is_none_or(|left| after(diagonal) >= -(left as i128))
+            (j < self.keep_first || left.is_none_or(|left| after(diagonal) >= -(left as i128)))
                 && right.is_none_or(|right| after(diagonal) <= right as i128)
         });
         let mask = self.mask.as_ref().is_none_or(|m| m.values[at(m.shape, [b, h, i, j])] == m.attend);
