@@ -38,6 +38,8 @@ mod mask;
 mod multi_head;
 mod options;
 mod parallel;
+#[doc(hidden)]
+pub mod probe;
 mod problem;
 pub mod reference;
 pub mod softmax;

@@ -17,4 +17,5 @@ mod score;
 pub(crate) mod scratch;
 mod tile;
 
+pub(crate) use exp::exp2_nonpositive;
 pub(crate) use lanes::{Lanes, Op};
