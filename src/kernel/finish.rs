@@ -1,6 +1,5 @@
 //! From a tile's last state to its outputs: normalised rows, LSE, and in a second pass over the keys attention weights.
 
-use super::few::RowProbabilities;
 use super::fused::{BlockValues, Keys, Pass};
 use super::lanes::Lanes;
 use super::online::{Normalize, Probabilities};
@@ -52,11 +51,11 @@ impl<L: Lanes> Pass<'_, L> {
         for block in self.blocks(tile.any.0, tile.any.1, self.job.problem.key_length(self.batch)) {
             let Some(part) = tile.part(block, self.job.problem.keep_first) else { continue };
             let Some(partial) = self.probabilities(tile, part, 0, areas) else { continue };
-            areas.work.pair.fill(1.0);
+            let Areas { v, work, .. } = areas;
+            work.pair.fill(1.0);
             if tile.few {
-                self.few_values(&spare, part, (partial, fresh), areas);
+                self.few_values(&spare, part, (partial, fresh), v, work);
             } else {
-                let Areas { v, work, .. } = areas;
                 let at = [self.batch, self.kv_head, block.first];
                 let mut values = BlockValues::new(load_rows(&self.job.v, at, block.count, L::LANES, v), block);
                 self.add_values(&spare, part, &mut values, (partial, fresh), work);
@@ -98,25 +97,20 @@ impl<L: Lanes> Pass<'_, L> {
         (((max - top).exp() / total) as f32, Some((top + total.ln()) as f32))
     }
 
-    /// Scores of a part of a block again, made probabilities, from key `at` of the tile's scores on. As [`Pass::scores`].
+    /// Scores of a part of a block again, made probabilities, at `work.s[at..]`. As [`Pass::scores`].
     fn probabilities(&self, tile: &Tile, part: Keys, at: usize, areas: &mut Areas<'_>) -> Option<bool> {
-        let c = self.scale.c;
-        if tile.few {
-            let partial = self.few_scores(tile, part, at, areas)?;
-            let work = &mut areas.work;
-            let state = self.state(tile, work.states);
-            let (max, norm) = (&state.max[..tile.rows], &state.norm[..tile.rows]);
-            let (s, stride) = (&mut work.s[at..], self.job.blocking.block_k);
-            self.l.vectorize(RowProbabilities { s, stride, count: part.count, c, max, norm });
-            return Some(partial);
-        }
         let Areas { k, work, .. } = areas;
-        let keys = load_rows(&self.job.k, [self.batch, self.kv_head, part.first], part.count, 1, k);
-        let partial = self.scores(tile, part, keys, at * tile.lanes, work)?;
+        let partial = self.scores(tile, part, at, work, |queries, s| {
+            if tile.few {
+                return self.few_products(tile, part, k, queries, s);
+            }
+            let keys = load_rows(&self.job.k, [self.batch, self.kv_head, part.first], part.count, 1, k);
+            self.products(tile, keys, queries, s);
+        })?;
         let state = self.state(tile, work.states);
-        let s = &mut work.s[at * tile.lanes..][..part.count * tile.lanes];
+        let s = &mut work.s[at..][..part.count * tile.lanes];
         let (max, norm) = (&*state.max, &*state.norm);
-        self.l.vectorize(Probabilities { s, vectors: tile.vectors, c, max, norm });
+        self.l.vectorize(Probabilities { s, vectors: tile.vectors, c: self.scale.c, max, norm });
         Some(partial)
     }
 
@@ -127,15 +121,11 @@ impl<L: Lanes> Pass<'_, L> {
         for block in self.blocks(0, all, all) {
             areas.work.s.fill(0.0);
             if let Some(part) = tile.part(block, self.job.problem.keep_first) {
-                self.probabilities(tile, part, part.first - block.first, areas);
+                self.probabilities(tile, part, (part.first - block.first) * tile.lanes, areas);
             }
             let work = &mut areas.work;
-            if tile.few {
-                work.stage[..tile.rows * block_k].copy_from_slice(&work.s[..tile.rows * block_k]);
-            } else {
-                let src = Rows { data: work.s, stride: tile.lanes, width: tile.lanes, count: block.count };
-                self.l.vectorize(Transpose { src, dst: work.stage, dst_stride: block_k });
-            }
+            let src = Rows { data: work.s, stride: tile.lanes, width: tile.lanes, count: block.count };
+            self.l.vectorize(Transpose { src, dst: work.stage, dst_stride: block_k });
             let norm = self.state(tile, work.states).norm;
             for (i, norm) in norm.iter().enumerate().take(tile.rows) {
                 let (head, query) = self.row(tile.first + i);

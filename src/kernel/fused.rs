@@ -17,10 +17,9 @@
 use core::ops::Range;
 
 use super::blocking::{Blocking, is_few, pieces};
-use super::few::KEY_ALIGN;
 use super::lanes::{Lanes, Op};
 use super::mask_tile::{self, Place, Verdict};
-use super::online::{KEY_ALIGN as SOFTMAX_ALIGN, RowState, Softmax};
+use super::online::{KEY_ALIGN, RowState, Softmax};
 use super::pack::{load_row, load_rows};
 use super::score::{Rule, ScorePass};
 use super::scratch::{Areas, Scratch, Tile, Work, tile_state};
@@ -77,10 +76,10 @@ impl Tile {
     /// The part of a block of keys that the tile looks at, whose first `keep` keys no window hides. It starts at a multiple of
     /// a few keys, so that a key is always in the same partial sum of softmax.
     pub(super) fn part(&self, block: Keys, keep: usize) -> Option<Keys> {
-        let align = if self.few { KEY_ALIGN } else { SOFTMAX_ALIGN };
         let lo = if block.first < keep { 0 } else { self.any.0.max(block.first) - block.first };
         let hi = self.any.1.min(block.first + block.count).saturating_sub(block.first);
-        (lo < hi).then(|| Keys { first: block.first + lo / align * align, count: hi - lo / align * align })
+        (lo < hi)
+            .then(|| Keys { first: block.first + lo / KEY_ALIGN * KEY_ALIGN, count: hi - lo / KEY_ALIGN * KEY_ALIGN })
     }
 
     /// Whether all rows may see all keys of a part, of which no window hides the first `keep`.
@@ -269,38 +268,55 @@ impl<L: Lanes> Pass<'_, L> {
 
     /// One block of keys and values against all tiles.
     fn block(&self, tiles: &mut [Tile], block: Keys, areas: &mut Areas<'_>) {
+        let Areas { k, v, work, .. } = areas;
         let keep = self.job.problem.keep_first;
-        if let [tile] = tiles
+        if let [tile] = &mut *tiles
             && tile.few
         {
-            return if let Some(part) = tile.part(block, keep) {
-                self.few_part(tile, part, areas)
-            };
+            let Some(part) = tile.part(block, keep) else { return };
+            let products = |queries: &[f32], s: &mut [f32]| self.few_products(tile, part, k, queries, s);
+            let Some(partial) = self.scores(tile, part, 0, work, products) else { return };
+            self.softmax(tile, part, work);
+            self.few_values(tile, part, (partial, !tile.started), v, work);
+            tile.started = true;
+            return;
         }
-        let Areas { k, v, work, .. } = areas;
         let at = [self.batch, self.kv_head, block.first];
         let keys = load_rows(&self.job.k, at, block.count, 1, k);
         let mut values = BlockValues::new(load_rows(&self.job.v, at, block.count, L::LANES, v), block);
         for tile in tiles {
             let Some(part) = tile.part(block, keep) else { continue };
-            let Some(partial) = self.scores(tile, part, rows_of(keys, block, part), 0, work) else { continue };
-            let state = self.state(tile, work.states);
-            let (s, alpha) = (&mut work.s[..part.count * tile.lanes], &mut work.pair[..tile.lanes]);
-            self.l.vectorize(Softmax { s, vectors: tile.vectors, c: self.scale.c, state, alpha });
+            let products = |queries: &[f32], s: &mut [f32]| self.products(tile, rows_of(keys, block, part), queries, s);
+            let Some(partial) = self.scores(tile, part, 0, work, products) else { continue };
+            self.softmax(tile, part, work);
             self.add_values(tile, part, &mut values, (partial, !tile.started), work);
             tile.started = true;
         }
     }
 
-    /// Scores as softmax takes them, by all rules, -inf where hidden, at `work.s[at..]`. `None` if mask and bias hide all of
+    /// Products of the queries of a tile and some keys, `s[key][lane]`.
+    pub(super) fn products(&self, tile: &Tile, keys: Rows<'_>, queries: &[f32], s: &mut [f32]) {
+        let width = self.job.problem.head_dim;
+        let queries = &queries[tile.index * self.job.blocking.tile() * width..][..tile.lanes * width];
+        self.l.vectorize(Scores { keys, queries, vectors: tile.vectors, s });
+    }
+
+    /// Takes scores into the state of a tile, and makes them probabilities.
+    fn softmax(&self, tile: &Tile, part: Keys, work: &mut Work<'_>) {
+        let state = self.state(tile, work.states);
+        let (s, alpha) = (&mut work.s[..part.count * tile.lanes], &mut work.pair[..tile.lanes]);
+        self.l.vectorize(Softmax { s, vectors: tile.vectors, c: self.scale.c, state, alpha });
+    }
+
+    /// Scores as softmax takes them: `products(queries, s)`, then all rules, -inf where hidden, at `work.s[at..]`. `None` if mask and bias hide all of
     /// them; else whether a key may be hidden from some row.
     pub(super) fn scores(
         &self,
         tile: &Tile,
         part: Keys,
-        keys: Rows<'_>,
         at: usize,
         work: &mut Work<'_>,
+        products: impl FnOnce(&[f32], &mut [f32]),
     ) -> Option<bool> {
         let Job { problem, blocking, .. } = self.job;
         let rows = &|row| self.row(tile.first + row);
@@ -310,8 +326,7 @@ impl<L: Lanes> Pass<'_, L> {
             return None;
         }
         let s = &mut work.s[at..][..part.count * tile.lanes];
-        let queries = &*self.area_of(tile, work.queries, problem.head_dim);
-        self.l.vectorize(Scores { keys, queries, vectors: tile.vectors, s });
+        products(work.queries, s);
         let mut apply = |rule: Rule<'_>| self.l.vectorize(ScorePass { s, vectors: tile.vectors, rule });
         // With nothing between them, scale and bias share a pass.
         let mixed = verdict == Verdict::Mixed;
@@ -360,27 +375,27 @@ impl<L: Lanes> Pass<'_, L> {
     ) {
         let careful = partial && !values.all_finite(self.l);
         if careful {
-            self.note_seen(tile, part, work.bias, (tile.lanes, 1));
+            self.note_seen(tile, part, work.bias);
         }
         let rows = rows_of(values.rows, values.block, part);
         let (lanes, p) = (tile.lanes, &work.s[..part.count * tile.lanes]);
         let alpha = (!fresh).then_some(&work.pair[..tile.lanes]);
         let o = self.area_of(tile, work.o, self.job.blocking.head_dim_v_padded);
         if careful {
-            let (seen, steps) = (&*work.bias, (lanes, 1));
-            self.l.vectorize(CarefulValues { values: rows, p, seen, steps, rows: tile.rows, alpha, o });
+            self.l.vectorize(CarefulValues { values: rows, p, seen: work.bias, lanes, rows: tile.rows, alpha, o });
         } else {
             self.l.vectorize(Values { values: rows, p, lanes, rows: tile.rows, alpha, o });
         }
     }
 
-    /// 1 where a row of the tile sees a key, else 0, at `key * steps.0 + row * steps.1`. Key by key: only for blocks with
-    /// non-finite values.
-    pub(super) fn note_seen(&self, tile: &Tile, part: Keys, seen: &mut [f32], steps: (usize, usize)) {
-        for (key, i) in (0..part.count).flat_map(|key| (0..tile.rows).map(move |i| (key, i))) {
-            let (head, query) = self.row(tile.first + i);
-            let visible = self.job.problem.visible(self.batch, head, query, part.first + key);
-            seen[key * steps.0 + i * steps.1] = f32::from(u8::from(visible));
+    /// 1 where a row of the tile sees a key, else 0. Key by key: only for blocks with non-finite values.
+    pub(super) fn note_seen(&self, tile: &Tile, part: Keys, seen: &mut [f32]) {
+        for (key, seen) in seen.chunks_exact_mut(tile.lanes).take(part.count).enumerate() {
+            for (i, seen) in seen.iter_mut().enumerate().take(tile.rows) {
+                let (head, query) = self.row(tile.first + i);
+                let visible = self.job.problem.visible(self.batch, head, query, part.first + key);
+                *seen = f32::from(u8::from(visible));
+            }
         }
     }
 }

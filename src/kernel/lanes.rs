@@ -74,20 +74,10 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
         self.load(&lanes)
     }
 
-    /// Lane `i` is the sum of the `LANES` elements from `src[i * LANES]` on, in an order that depends on the level alone.
+    /// The sums of the lanes of four vectors, each in an order that depends on the level alone.
     #[inline(always)]
-    fn row_sums(self, src: &[f32]) -> Self::V {
-        let mut columns = [0.0; MAX_LANES * MAX_LANES];
-        self.transpose(src, Self::LANES, Self::LANES, &mut columns, Self::LANES);
-        let mut n = Self::LANES;
-        while n > 1 {
-            n /= 2;
-            for i in 0..n {
-                let (a, b) = (self.load(&columns[i * Self::LANES..]), self.load(&columns[(i + n) * Self::LANES..]));
-                self.store(self.add(a, b), &mut columns[i * Self::LANES..]);
-            }
-        }
-        self.load(&columns)
+    fn sum4(self, x: [Self::V; 4]) -> [f32; 4] {
+        [self.sum(x[0]), self.sum(x[1]), self.sum(x[2]), self.sum(x[3])]
     }
 
     /// Sum of the lanes, in an order that depends on the level alone.

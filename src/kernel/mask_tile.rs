@@ -26,7 +26,7 @@ pub(crate) struct Place<'a> {
 }
 
 impl Place<'_> {
-    pub(super) fn index(&self, row: usize) -> [usize; 3] {
+    fn index(&self, row: usize) -> [usize; 3] {
         let (head, query) = (self.rows)(row);
         [self.batch, head, query]
     }
@@ -76,7 +76,7 @@ pub(crate) fn build<L: Lanes>(
 
 /// Asks for the biases of the next block of keys: rows of them are too far apart for the processor to foresee (a float mask at
 /// S 2048, D 64, AVX-512 costs 1.25 of no mask with it, 1.39 without).
-pub(super) fn prefetch_next<L: Lanes>(l: L, problem: &Problem<'_>, place: &Place<'_>, row: usize) {
+fn prefetch_next<L: Lanes>(l: L, problem: &Problem<'_>, place: &Place<'_>, row: usize) {
     let next = place.first_key + place.keys;
     if let Some(bias) = problem.bias.filter(|bias| bias.key_stride() == 1 && next < problem.seqlen_k) {
         let [batch, head, query] = place.index(row);
@@ -86,12 +86,7 @@ pub(super) fn prefetch_next<L: Lanes>(l: L, problem: &Problem<'_>, place: &Place
 }
 
 /// One row of mask and bias.
-pub(super) fn build_row(
-    problem: &Problem<'_>,
-    [batch, head, query]: [usize; 3],
-    first_key: usize,
-    values: &mut [f32],
-) -> Verdict {
+fn build_row(problem: &Problem<'_>, [batch, head, query]: [usize; 3], first_key: usize, values: &mut [f32]) -> Verdict {
     let index = [batch, head, query, first_key];
     match problem.bias {
         Some(bias) => {

@@ -3,7 +3,6 @@
 pub(crate) mod blocking;
 mod exp;
 mod few;
-mod few_pass;
 mod finish;
 pub(crate) mod fused;
 mod lanes;

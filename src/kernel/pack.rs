@@ -40,7 +40,8 @@ pub(crate) fn load_rows<'a>(
     Rows { data: area, stride: padded, width: padded, count }
 }
 
-/// Rows `first..` of a head, as many of `count` as lie one stride apart, in place; `None` if their elements are not side by side.
+/// Rows `first..` of a head, as many of `count` as lie one stride apart, in place; `None` if their elements are not side by
+/// side, or rows overlap.
 pub(crate) fn rows_in_place<'a, T>(
     data: &'a [T],
     heads: &AnyHeads<'a>,
@@ -53,7 +54,8 @@ pub(crate) fn rows_in_place<'a, T>(
     }
     let rows =
         || Rows { data: &data[heads.offset([batch, head, first])..], stride, width, count: heads.run(first, count) };
-    (step == 1 || width == 1).then(rows)
+    let apart = count == 1 || stride >= width;
+    ((step == 1 || width == 1) && apart).then(rows)
 }
 
 /// One row as `f32`.

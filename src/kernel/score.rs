@@ -2,7 +2,7 @@
 //! visibility. Each is a pass over a tile of scores in L1, run only where it is asked for.
 
 use super::exp::tanh;
-use super::lanes::{Lanes, MAX_LANES, Op};
+use super::lanes::{Lanes, Op};
 
 /// Scores of one tile, `[keys][lanes]`, and what is to be done to them.
 pub(crate) struct ScorePass<'a> {
@@ -47,48 +47,6 @@ impl Op for ScorePass<'_> {
                 let x = if kept { x } else { l.select(l.lt(key, l.load(&from[j..])), hidden, x) };
                 l.select(l.lt(key, l.load(&to[j..])), x, hidden)
             }),
-        }
-    }
-}
-
-/// One step of the rules for a row of scores whose keys are in lanes.
-pub(crate) struct RowPass<'a> {
-    /// A multiple of `LANES`.
-    pub(crate) s: &'a mut [f32],
-    pub(crate) rule: RowRule<'a>,
-}
-
-/// As [`Rule`]; which keys a row may see is a range of it, and needs no rule.
-pub(crate) enum RowRule<'a> {
-    Scale(f32),
-    Softcap(f32),
-    /// The position counts from the first key of the row.
-    Alibi {
-        slope: f32,
-        position: f32,
-    },
-    Bias {
-        bias: &'a [f32],
-        scale: f32,
-    },
-}
-
-impl Op for RowPass<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<L: Lanes>(self, l: L) {
-        const KEYS: [f32; MAX_LANES] = [0., 1., 2., 3., 4., 5., 6., 7., 8., 9., 10., 11., 12., 13., 14., 15.];
-        let s = self.s;
-        match self.rule {
-            RowRule::Scale(scale) => each(l, s, 1, |x, _, _| l.mul(x, l.splat(scale))),
-            RowRule::Softcap(cap) => each(l, s, 1, |x, _, _| softcap(l, x, cap)),
-            RowRule::Alibi { slope, position } => {
-                let first = l.sub(l.splat(position), l.load(&KEYS));
-                each(l, s, 1, |x, i, _| alibi(l, x, l.splat(slope), l.sub(first, l.splat((i * L::LANES) as f32))));
-            }
-            RowRule::Bias { bias, scale } => {
-                each(l, s, 1, |x, i, _| biased(l, l.mul(x, l.splat(scale)), l.load(&bias[i * L::LANES..])));
-            }
         }
     }
 }

@@ -137,9 +137,9 @@ fn score_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, keys: Rows<'_>, 
 ///
 /// Here the values are in lanes and the probabilities are broadcast: the output comes as rows, and no lane is wasted where
 /// there are fewer rows than lanes.
-pub(crate) struct Values<'a> {
+pub(crate) struct Values<'a, T = f32> {
     /// Their width is a multiple of `LANES`.
-    pub(crate) values: Rows<'a>,
+    pub(crate) values: Rows<'a, T>,
     /// `[count][lanes]`.
     pub(crate) p: &'a [f32],
     pub(crate) lanes: usize,
@@ -150,34 +150,56 @@ pub(crate) struct Values<'a> {
     pub(crate) o: &'a mut [f32],
 }
 
-impl Op for Values<'_> {
+impl<T: Operand> Op for Values<'_, T> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(mut self, l: L) {
-        // Columns outside: a panel of V, 128 keys by two vectors, stays in L1 while all rows meet it.
-        let mut column = 0;
+        // Columns outside: a panel of V, 128 keys by two vectors, stays in L1 while all rows meet it. Fewer rows take more columns,
+        // so that accumulators are not too few to hide the latency of an FMA.
+        let mut column = match self.rows {
+            1 => wide_columns::<L, T, 8, 1>(l, &mut self),
+            2 => wide_columns::<L, T, 4, 2>(l, &mut self),
+            3 => wide_columns::<L, T, 4, 3>(l, &mut self),
+            _ => 0,
+        };
         while column + 2 * L::LANES <= self.values.width {
-            value_panel::<L, 2>(l, &mut self, column);
+            value_panel::<L, T, 2>(l, &mut self, column);
             column += 2 * L::LANES;
         }
         if column < self.values.width {
-            value_panel::<L, 1>(l, &mut self, column);
+            value_panel::<L, T, 1>(l, &mut self, column);
         }
     }
 }
 
+/// As many columns as `NV` vectors at once make, for all of the `MR` rows that there are. Returns the first that is left.
 #[inline(always)]
-fn value_panel<L: Lanes, const NV: usize>(l: L, op: &mut Values<'_>, column: usize) {
+fn wide_columns<L: Lanes, T: Operand, const NV: usize, const MR: usize>(l: L, op: &mut Values<'_, T>) -> usize {
+    let mut column = 0;
+    while column + NV * L::LANES <= op.values.width {
+        value_tile::<L, T, NV, MR>(l, op, 0, column);
+        column += NV * L::LANES;
+    }
+    column
+}
+
+#[inline(always)]
+fn value_panel<L: Lanes, T: Operand, const NV: usize>(l: L, op: &mut Values<'_, T>, column: usize) {
     let mut row = 0;
     while row < op.rows {
         let rows = tile_rows(op.rows - row, L::MR);
-        with_constant!(rows, MR => value_tile::<L, NV, MR>(l, op, row, column));
+        with_constant!(rows, MR => value_tile::<L, T, NV, MR>(l, op, row, column));
         row += rows;
     }
 }
 
 #[inline(always)]
-fn value_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, op: &mut Values<'_>, row: usize, column: usize) {
+fn value_tile<L: Lanes, T: Operand, const NV: usize, const MR: usize>(
+    l: L,
+    op: &mut Values<'_, T>,
+    row: usize,
+    column: usize,
+) {
     let Rows { data, stride, width, count } = op.values;
     let mut acc = [[l.splat(0.0); NV]; MR];
     if let Some(alpha) = op.alpha {
@@ -204,16 +226,16 @@ fn value_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, op: &mut Values<
 
 /// One key: `acc[i] += p[i] * values`.
 #[inline(always)]
-fn value_step<L: Lanes, const NV: usize, const MR: usize>(
+fn value_step<L: Lanes, T: Operand, const NV: usize, const MR: usize>(
     l: L,
     mut acc: [[L::V; NV]; MR],
     p: &[f32],
-    values: &[f32],
+    values: &[T],
 ) -> [[L::V; NV]; MR] {
     let (p, values) = (&p[..MR], &values[..NV * L::LANES]);
     let mut b = [l.splat(0.0); NV];
     for j in 0..NV {
-        b[j] = l.load(&values[j * L::LANES..]);
+        b[j] = T::load(l, &values[j * L::LANES..]);
     }
     for i in 0..MR {
         let a = l.splat(p[i]);
@@ -228,12 +250,11 @@ fn value_step<L: Lanes, const NV: usize, const MR: usize>(
 /// would not silence. The same operations in the same order, so that rows which see all keys get the same bits.
 pub(crate) struct CarefulValues<'a> {
     pub(crate) values: Rows<'a>,
-    /// The probability of (key, row), and 1 where the row sees the key, else 0: at `key * steps.0 + row * steps.1`.
     pub(crate) p: &'a [f32],
+    /// `[count][lanes]`, 1 where the row sees the key, else 0.
     pub(crate) seen: &'a [f32],
-    pub(crate) steps: (usize, usize),
+    pub(crate) lanes: usize,
     pub(crate) rows: usize,
-    /// As in [`Values`].
     pub(crate) alpha: Option<&'a [f32]>,
     pub(crate) o: &'a mut [f32],
 }
@@ -242,15 +263,14 @@ impl Op for CarefulValues<'_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Self { values, p, seen, steps, rows, alpha, o } = self;
+        let Self { values, p, seen, lanes, rows, alpha, o } = self;
         for row in 0..rows {
             let o = &mut o[row * values.width..][..values.width];
             for (column, o) in o.chunks_exact_mut(L::LANES).enumerate() {
                 let mut acc = alpha.map_or(l.splat(0.0), |alpha| l.mul(l.load(o), l.splat(alpha[row])));
-                let at = |key: usize| key * steps.0 + row * steps.1;
-                for key in (0..values.count).filter(|&key| seen[at(key)] != 0.0) {
+                for key in (0..values.count).filter(|key| seen[key * lanes + row] != 0.0) {
                     let value = l.load(&values.row(key)[column * L::LANES..]);
-                    acc = l.fma(l.splat(p[at(key)]), value, acc);
+                    acc = l.fma(l.splat(p[key * lanes + row]), value, acc);
                 }
                 l.store(acc, o);
             }

@@ -156,19 +156,25 @@ impl Lanes for Avx2 {
     }
 
     #[inline(always)]
-    fn row_sums(self, src: &[f32]) -> __m256 {
-        let row = |i: usize| self.load(&src[i * Self::LANES..]);
-        let pair = |i: usize| avx2!(_mm256_hadd_ps(row(i), row(i + 1)));
-        // Each half of these has its part of four sums.
-        let (low, high) = (avx2!(_mm256_hadd_ps(pair(0), pair(2))), avx2!(_mm256_hadd_ps(pair(4), pair(6))));
-        self.add(avx2!(_mm256_permute2f128_ps::<0x20>(low, high)), avx2!(_mm256_permute2f128_ps::<0x31>(low, high)))
+    fn sum4(self, x: [__m256; 4]) -> [f32; 4] {
+        let mut sums = [0.0; 4];
+        // SAFETY: features as above; `sums` has room for four floats, and the store needs no alignment.
+        unsafe {
+            // Each half has its part of the four sums.
+            let halves = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+            let four = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
+            _mm_storeu_ps(sums.as_mut_ptr(), four);
+        }
+        sums
     }
 
     #[inline(always)]
     fn prefetch<T>(self, src: &[T]) {
-        for line in src.chunks(64 / size_of::<T>()) {
+        let mut byte = 0;
+        while byte < size_of_val(src) {
             // SAFETY: SSE is part of x86-64, and a prefetch reads nothing that the program can see.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(src.as_ptr().cast::<i8>().wrapping_add(byte)) }
+            byte += 64;
         }
     }
 

@@ -156,10 +156,29 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn sum4(self, x: [__m512; 4]) -> [f32; 4] {
+        let mut sums = [0.0; 4];
+        // SAFETY: features as above, AVX2 among them; `sums` has room for four floats, and the store needs no alignment.
+        unsafe {
+            let a = _mm256_add_ps(_mm512_castps512_ps256(x[0]), _mm512_extractf32x8_ps::<1>(x[0]));
+            let b = _mm256_add_ps(_mm512_castps512_ps256(x[1]), _mm512_extractf32x8_ps::<1>(x[1]));
+            let c = _mm256_add_ps(_mm512_castps512_ps256(x[2]), _mm512_extractf32x8_ps::<1>(x[2]));
+            let d = _mm256_add_ps(_mm512_castps512_ps256(x[3]), _mm512_extractf32x8_ps::<1>(x[3]));
+            // Each half has its part of the four sums.
+            let halves = _mm256_hadd_ps(_mm256_hadd_ps(a, b), _mm256_hadd_ps(c, d));
+            let four = _mm_add_ps(_mm256_castps256_ps128(halves), _mm256_extractf128_ps::<1>(halves));
+            _mm_storeu_ps(sums.as_mut_ptr(), four);
+        }
+        sums
+    }
+
+    #[inline(always)]
     fn prefetch<T>(self, src: &[T]) {
-        for line in src.chunks(64 / size_of::<T>()) {
+        let mut byte = 0;
+        while byte < size_of_val(src) {
             // SAFETY: SSE is part of x86-64, and a prefetch reads nothing that the program can see.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(line.as_ptr().cast()) }
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(src.as_ptr().cast::<i8>().wrapping_add(byte)) }
+            byte += 64;
         }
     }
 
