@@ -28,6 +28,7 @@ struct Readme;
 
 mod arch;
 pub mod attention;
+pub mod cache;
 mod element;
 mod error;
 pub mod gemm;
