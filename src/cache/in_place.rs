@@ -70,9 +70,9 @@ impl<T: Element> KvCache<T> {
     fn append_from(&mut self, first: usize, chunk: Chunk<'_>, count: usize) -> Result<()> {
         let capacity = self.capacity();
         for i in 0..count {
-            let needed = self.lengths[first + i].saturating_add(chunk.len(i));
-            if needed > capacity {
-                return Err(Error::Full { what: "tokens", capacity, needed });
+            let needed = self.lengths[first + i].checked_add(chunk.len(i));
+            if needed.is_none_or(|needed| needed > capacity) {
+                return Err(Error::Full { what: "tokens", capacity, needed: needed.unwrap_or(usize::MAX) });
             }
         }
         for i in 0..count {

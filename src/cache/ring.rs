@@ -30,7 +30,7 @@ pub struct Ring {
 }
 
 /// Keys and values of `batch` sequences of any length, of which a sliding window and the first few tokens are held: at least the
-/// last `window + max_chunk - 1` tokens, so that each query of a chunk has its whole window.
+/// last `window + max_chunk - 1` tokens (less what a truncation took), so that each query of a chunk has its whole window.
 ///
 /// Attention gives what it gives over the whole history with the options `window(Window { left: Some(window - 1), right: Some(0),
 /// diagonal: BottomRight })` and `keep_first`. Items advance by themselves, as their prompts have lengths of their own; positions
@@ -182,8 +182,8 @@ impl<T: Element> RingCache<T> {
         if first == self.kept_pages || needed >= oldest { Ok(()) } else { Err(Error::Overwritten { needed, oldest }) }
     }
 
-    /// Keeps the first `len` tokens of an item; all of them, if it has no more. The last `max_chunk` tokens can always be taken
-    /// back, and all of them.
+    /// Keeps the first `len` tokens of an item; all of them, if it has no more. What the last `append` brought can always be taken
+    /// back, so can the last `max_chunk` tokens if nothing has been taken back among them, and so can all tokens.
     ///
     /// # Errors
     /// [`Error::Overwritten`] if the next token's window would miss tokens; [`Error::Value`] for an item that is not there.
