@@ -187,7 +187,7 @@ impl<T: Element> PagedCache<T> {
 
     /// Whether `n` new tokens of a sequence begin in the middle of its last page.
     fn begins_inside(&self, sequence: Sequence, n: usize) -> bool {
-        n > 0 && sequence.len % self.page_len() != 0
+        n > 0 && !sequence.len.is_multiple_of(self.page_len())
     }
 
     /// Pages that `append_all` takes; `None` if more than can be counted.

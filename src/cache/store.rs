@@ -191,6 +191,7 @@ impl<T: Element> Pages<T> {
 }
 
 /// Writes a row, converted to the nearest value of its type.
+#[expect(clippy::ptr_arg, reason = "a vector can be asked for its type, a slice cannot")]
 fn store_row<T: Element>(from: AnySlice<'_>, offset: usize, step: usize, data: &mut Vec<T>, to: Range<usize>) {
     let width = to.len();
     if step == 1 || width == 1 {
