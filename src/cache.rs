@@ -15,7 +15,7 @@
 //! Of `n` new tokens each sees itself and those before it if the options ask for `causal(Diagonal::BottomRight)`: append first,
 //! then attend. (`Diagonal::TopLeft` would put the new queries at the oldest keys.)
 //!
-//! Everything is checked first: a call that returns an error has changed nothing. Appending and attending do not allocate.
+//! Everything is checked first: a call that returns an error has changed nothing. A decode loop in its stride allocates nothing.
 //!
 //! ```
 //! use polyhead::cache::{KvCache, KvShape};

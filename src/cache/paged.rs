@@ -102,24 +102,25 @@ impl<T: Element> PagedCache<T> {
     }
 
     fn insert(&mut self, len: usize, last: u32) -> Result<SequenceId> {
-        let next = match self.sequences.get(self.free as usize) {
-            Some(place) => place.last,
-            None => {
-                let bytes = (self.sequences.len() + 1).saturating_mul(size_of::<Sequence>());
-                self.free = u32::try_from(self.sequences.len()).ok().filter(|&slot| slot != NONE).unwrap_or(NONE);
-                let room = self.sequences.try_reserve(1);
-                if self.free == NONE || room.is_err() {
-                    self.free = NONE;
-                    return Err(Error::Memory { bytes });
-                }
-                self.sequences.push(Sequence { serial: 0, len: 0, last: NONE });
-                NONE
-            }
-        };
-        let slot = core::mem::replace(&mut self.free, next);
+        if self.free == NONE {
+            self.free = self.add_place()?;
+        }
+        let slot = self.free;
+        let place = &mut self.sequences[slot as usize];
+        self.free = place.last;
         self.serial += 1;
-        self.sequences[slot as usize] = Sequence { serial: self.serial, len, last };
+        *place = Sequence { serial: self.serial, len, last };
         Ok(SequenceId { slot, serial: self.serial })
+    }
+
+    /// A free place where there was none.
+    fn add_place(&mut self) -> Result<u32> {
+        let count = self.sequences.len();
+        let memory = || Error::Memory { bytes: (count + 1).saturating_mul(size_of::<Sequence>()) };
+        let slot = u32::try_from(count).ok().filter(|&slot| slot != NONE).ok_or_else(memory)?;
+        self.sequences.try_reserve(1).map_err(|_| memory())?;
+        self.sequences.push(Sequence { serial: 0, len: 0, last: NONE });
+        Ok(slot)
     }
 
     fn get(&self, id: SequenceId) -> Result<Sequence> {

@@ -280,7 +280,7 @@ impl<T: Element> RingCache<T> {
             return Err(Error::Unsupported { what: "a window other than the ring cache's" });
         }
         if options.key_lengths.is_some() {
-            return Err(Error::Unsupported { what: "key lengths with a ring cache, which has its own," });
+            return Err(Error::Unsupported { what: "key_lengths with a ring cache" });
         }
         let lengths = q.erase().lengths();
         for item in 0..self.batch() {

@@ -5,13 +5,19 @@ use polyhead::cache::{Ring, RingCache};
 use super::oracle::MaskTable;
 use super::*;
 
+/// ALiBi where no token is kept first: what is held is then as far away as it was.
+fn slopes(ring: Ring) -> [f32; HEADS] {
+    if ring.keep_first == 0 { [0.5, 0.25, 0.1, 0.0, 0.03, 1.0] } else { [0.0; HEADS] }
+}
+
 /// What a query sees: its window and the tokens kept, of the whole history.
 fn visible(ring: Ring, l: usize, s: usize) -> Opts {
     let seen = |query: usize, key: usize| {
         let position = s - l + query;
         key <= position && (key + ring.window > position || key < ring.keep_first)
     };
-    Opts { mask: Some(MaskTable::plane(l, s, seen)), ..Opts::default() }
+    let alibi = Some((slopes(ring).to_vec(), Diagonal::BottomRight));
+    Opts { mask: Some(MaskTable::plane(l, s, seen)), alibi, softcap: Some(5.0), ..Opts::default() }
 }
 
 fn rings(rng: &mut Rng, count: usize) -> Vec<Ring> {
@@ -22,6 +28,22 @@ fn rings(rng: &mut Rng, count: usize) -> Vec<Ring> {
         page_len: rng.pick(&[1, 2, 3, 4, 5, 16]),
     };
     (0..count).map(|_| random(rng)).collect()
+}
+
+/// That what is held are the first pages of each history and its end, bit for bit.
+fn check_contents<T: Element>(cache: &RingCache<T>, histories: &[Tokens], context: &str) {
+    let Ring { keep_first, page_len, .. } = cache.ring();
+    let (k, v) = (read(&cache.keys(), cache.held()), read(&cache.values(), cache.held()));
+    for (item, history) in histories.iter().enumerate() {
+        let held = cache.held()[item];
+        let first = held.min(keep_first.next_multiple_of(page_len));
+        let both = |rows: &[f32], dim: usize| {
+            let row = KV.num_kv_heads * dim;
+            [&rows[..first * row], &rows[rows.len() - (held - first) * row..]].concat()
+        };
+        assert_same_bits(&k[item], &both(&history.k, KV.head_dim), format_args!("{context}: keys of {item}"));
+        assert_same_bits(&v[item], &both(&history.v, KV.head_dim_v), format_args!("{context}: values of {item}"));
+    }
 }
 
 fn follows_the_whole_history<T: Element>(seed: u64, count: usize) {
@@ -47,12 +69,15 @@ fn follows_the_whole_history<T: Element>(seed: u64, count: usize) {
                 let least = lengths[item].min(ring.window - 1 + counts[item]);
                 assert!(cache.held()[item] >= least && cache.held()[item] <= held, "{ring:?} {lengths:?}");
             }
+            check_contents(&cache, &histories, &format!("{ring:?} step {step}"));
             let calls: Vec<Call> = (0..2)
                 .map(|i| chunk.call(i, &histories[i], dtype::<T>(), visible(ring, counts[i], lengths[i])))
                 .collect();
             let expected: Vec<Expected> = calls.iter().map(Call::expected).collect();
             for &level in levels() {
-                let results = chunk.attend(|q, out| cache.attend_with(q, out, &Options::new().level(level)));
+                let slopes = slopes(ring);
+                let options = Options::new().alibi(&slopes, Diagonal::BottomRight).softcap(5.0).level(level);
+                let results = chunk.attend(|q, out| cache.attend_with(q, out, &options));
                 for item in 0..2 {
                     let context = format!("{ring:?} step {step} item {item}");
                     expected[item].check(&calls[item], level, &chunk.results(item, &results), context);
@@ -102,7 +127,9 @@ fn rings_keep_what_a_truncation_leaves() {
                 chunk.append::<f32>(|k, v| cache.append_all(k, v));
                 history.extend(&chunk.tokens[0]);
                 let call = chunk.call(0, &history, Dtype::F32, visible(ring, chunk.rows(), history.len()));
-                let results = chunk.attend(|q, out| cache.attend_with(q, out, &Options::new()));
+                let slopes = slopes(ring);
+                let options = Options::new().alibi(&slopes, Diagonal::BottomRight).softcap(5.0);
+                let results = chunk.attend(|q, out| cache.attend_with(q, out, &options));
                 let context = format!("{ring:?} truncated to {len}");
                 call.expected().check(&call, levels()[levels().len() - 1], &chunk.results(0, &results), context);
             }
@@ -143,12 +170,17 @@ fn rings_refuse_what_they_cannot_do() {
     };
     let none = Options::new();
     assert_eq!(attend(&cache, &chunk, &none), Err(Error::Overwritten { needed: 5, oldest: 14 }));
+    // The first two tokens are kept, as they share a page with the one to keep.
+    let all = Chunk::random(&[20, 0], rng);
+    assert_eq!(attend(&cache, &all, &none), Err(Error::Overwritten { needed: 2, oldest: 14 }));
     let one = Chunk::random(&[1, 0], rng);
     assert_eq!(attend(&cache, &one, &none), Ok(()));
     assert_eq!(attend(&cache, &one, &none.window(cache.window())), Ok(()));
     let other = Window { left: Some(1), ..cache.window() };
     assert!(matches!(attend(&cache, &one, &none.window(other)), Err(Error::Unsupported { .. })));
     assert!(matches!(attend(&cache, &one, &none.key_lengths(&[1, 0])), Err(Error::Unsupported { .. })));
+    assert_eq!(cache.truncate(0, 3), Err(Error::Overwritten { needed: 2, oldest: 14 }));
+    assert_eq!((cache.truncate(0, 2), cache.lengths(), cache.held()), (Ok(()), &[2, 0][..], &[2, 0][..]));
     cache.clear();
     assert_eq!((cache.lengths(), cache.held()), (&[0, 0][..], &[0, 0][..]));
     for bad in [Ring { window: 0, ..ring }, Ring { max_chunk: 0, ..ring }, Ring { page_len: 0, ..ring }] {
