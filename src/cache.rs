@@ -4,18 +4,19 @@
 //! |---|---|---|
 //! | [`KvCache`] | a fixed batch, each with room for `capacity` tokens | is refused when the room is full |
 //! | [`RingCache`] | a fixed batch under a sliding window | overwrites what no window reaches any more |
-//! | [`PagedCache`] | come, go and fork at run time, in pages of a common pool | takes a page when the last one is full |
+//! | [`PagedCache`] | come, go and fork at run time, in pages of a pool | takes a page when the last one is full |
 //!
-//! All of them hold `f32`, [`f16`](half::f16) or [`bf16`](half::bf16), whatever the type of the tokens that are appended; these are
-//! any [`Sequences`], so a batch may append as many tokens to each sequence as it likes. Keys and values are in buffers of their own,
-//! (page, head, token, dim) in memory: those of a head lie side by side in a page, which is what decoding reads. The kernels take
-//! them as [`Paged`](crate::Paged) operands, without a copy; the result has the bits that the same tokens in a [`Heads`](crate::Heads)
-//! view give.
+//! All of them hold `f32`, [`f16`](half::f16) or [`bf16`](half::bf16), whatever the type of the tokens that are
+//! appended; these are any [`Sequences`], so a batch may append as many tokens to each sequence as it likes. Keys and
+//! values are in buffers of their own, (page, head, token, dim) in memory: those of a head lie side by side in a page,
+//! which is what decoding reads. The kernels take them as [`Paged`](crate::Paged) operands, without a copy; the result
+//! has the bits that the same tokens in a [`Heads`](crate::Heads) view give.
 //!
-//! Of `n` new tokens each sees itself and those before it if the options ask for `causal(Diagonal::BottomRight)`: append first,
-//! then attend. (`Diagonal::TopLeft` would put the new queries at the oldest keys.)
+//! Of `n` new tokens each sees itself and those before it if the options ask for `causal(Diagonal::BottomRight)`:
+//! append first, then attend. (`Diagonal::TopLeft` would put the new queries at the oldest keys.)
 //!
-//! Everything is checked first: a call that returns an error has changed nothing. A decode loop in its stride allocates nothing.
+//! Everything is checked first: a call that returns an error has changed nothing. A decode loop in its stride allocates
+//! nothing.
 //!
 //! ```
 //! use polyhead::cache::{KvCache, KvShape};

@@ -1,5 +1,5 @@
-//! Caches under any sequence of calls: what they hold and what is free against vectors of tokens and counted pages, attention
-//! against the f64 reference over the whole history.
+//! Caches under any sequence of calls: what they hold and what is free against vectors of tokens and counted pages,
+//! attention against the f64 reference over the whole history.
 #![no_main]
 
 use std::rc::Rc;

@@ -76,8 +76,8 @@ fn extend<T: Clone + Default>(vec: &mut Vec<T>, len: usize) -> Result<()> {
     Ok(())
 }
 
-/// Sequences of a [`PagedCache`](super::PagedCache), in the order in which [`batch`](super::PagedCache::batch) was given their ids.
-/// The cache cannot change while it is there.
+/// Sequences of a [`PagedCache`](super::PagedCache), in the order in which [`batch`](super::PagedCache::batch) was
+/// given their ids. The cache cannot change while it is there.
 ///
 /// ```
 /// use polyhead::cache::{BlockTable, KvShape, PagedCache};
@@ -113,8 +113,8 @@ impl<'a, T: Element> PagedBatch<'a, T> {
         self.values
     }
 
-    /// Attention of queries (sequences, num_heads, seqlen_q, head_dim), or [`Ragged`](crate::Ragged) ones, over all tokens of each
-    /// sequence.
+    /// Attention of queries (sequences, num_heads, seqlen_q, head_dim), or [`Ragged`](crate::Ragged) ones, over all
+    /// tokens of each sequence.
     ///
     /// # Errors
     /// As [`multi_head`](crate::multi_head).

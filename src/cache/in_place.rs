@@ -5,8 +5,8 @@ use super::{check_batch, check_item};
 use crate::workspace::grow;
 use crate::{Element, Error, HeadsMut, Options, Outputs, Paged, Result, Sequences, multi_head_with};
 
-/// Keys and values of `batch` sequences, each with room for `capacity` tokens, appended in place. The keys of a head, from the
-/// first token to the last, are one block of memory.
+/// Keys and values of `batch` sequences, each with room for `capacity` tokens, appended in place. The keys of a head,
+/// from the first token to the last, are one block of memory.
 ///
 /// ```
 /// use polyhead::cache::{KvCache, KvShape};
@@ -50,14 +50,15 @@ impl<T: Element> KvCache<T> {
     /// Appends tokens to one item: `k` (1, num_kv_heads, n, head_dim), `v` (1, num_kv_heads, n, head_dim_v).
     ///
     /// # Errors
-    /// [`Error::Full`] if they do not fit, [`Error::Shape`] for other sizes, [`Error::Value`] for an item that is not there.
+    /// [`Error::Full`] if they do not fit, [`Error::Shape`] for other sizes, [`Error::Value`] for an item that is not
+    /// there.
     pub fn append(&mut self, item: usize, k: &impl Sequences, v: &impl Sequences) -> Result<()> {
         check_item(item, self.batch())?;
         self.append_from(item, Chunk::new(k, v, 1, self.shape())?, 1)
     }
 
-    /// Appends tokens to all items: `k` (batch, num_kv_heads, n, head_dim), `v` (batch, num_kv_heads, n, head_dim_v), or as many
-    /// for each item as [`Ragged`](crate::Ragged) sequences have.
+    /// Appends tokens to all items: `k` (batch, num_kv_heads, n, head_dim), `v` (batch, num_kv_heads, n, head_dim_v),
+    /// or as many for each item as [`Ragged`](crate::Ragged) sequences have.
     ///
     /// # Errors
     /// As [`append`](Self::append); no item has then changed.
@@ -133,7 +134,8 @@ impl<T: Element> KvCache<T> {
         self.store.paged(&self.table, &self.lengths)[1]
     }
 
-    /// Attention of queries (batch, num_heads, seqlen_q, head_dim) over all tokens, as [`multi_head`](crate::multi_head).
+    /// Attention of queries (batch, num_heads, seqlen_q, head_dim) over all tokens, as
+    /// [`multi_head`](crate::multi_head).
     ///
     /// # Errors
     /// As [`multi_head`](crate::multi_head).

@@ -7,7 +7,8 @@ use crate::{Element, Error, Result, Sequences};
 
 /// Names a sequence of one [`PagedCache`] until it is removed; never again another one.
 ///
-/// Caches that see the same calls in the same order hand out the same ids: one serves for a cache of each layer of a model.
+/// Caches that see the same calls in the same order hand out the same ids: one serves for a cache of each layer of a
+/// model.
 ///
 /// ```
 /// use polyhead::Error;
@@ -36,11 +37,11 @@ pub(super) struct Sequence {
     pub(super) last: u32,
 }
 
-/// Keys and values of sequences in pages of `page_len` tokens. Forks share pages, and a page that is shared is copied when one of
-/// them writes to it.
+/// Keys and values of sequences in pages of `page_len` tokens. Forks share pages, and a page that is shared is copied
+/// when one of them writes to it.
 ///
-/// An `append` that finds too few free pages changes nothing: the caller may remove a sequence and try again. Block tables that are
-/// managed elsewhere need no cache: [`Paged`](crate::Paged) takes them as they are.
+/// An `append` that finds too few free pages changes nothing: the caller may remove a sequence and try again. Block
+/// tables that are managed elsewhere need no cache: [`Paged`](crate::Paged) takes them as they are.
 ///
 /// ```
 /// use polyhead::Heads;
@@ -69,11 +70,12 @@ pub struct PagedCache<T> {
 }
 
 impl<T: Element> PagedCache<T> {
-    /// A cache of so many pages of `page_len` tokens (16 to 256 are usual), and no sequence. All its memory is taken here, zeroed,
-    /// but for a few bytes that each sequence takes.
+    /// A cache of so many pages of `page_len` tokens (16 to 256 are usual), and no sequence. All its memory is taken
+    /// here, zeroed, but for a few bytes that each sequence takes.
     ///
     /// # Errors
-    /// [`Error::Value`] if `page_len` is 0 or there are 2^32 - 1 pages or more; [`Error::Memory`] if there is not enough.
+    /// [`Error::Value`] if `page_len` is 0 or there are 2^32 - 1 pages or more; [`Error::Memory`] if there is not
+    /// enough.
     pub fn new(shape: KvShape, pages: usize, page_len: usize) -> Result<Self> {
         if page_len == 0 {
             return Err(Error::Value { option: "page_len", expected: "at least 1", actual: 0.0 });
@@ -90,7 +92,8 @@ impl<T: Element> PagedCache<T> {
         self.insert(0, NONE)
     }
 
-    /// A new sequence with the tokens of another one, in the same pages. With [`truncate`](Self::truncate) it shares a prefix.
+    /// A new sequence with the tokens of another one, in the same pages. With [`truncate`](Self::truncate) it shares a
+    /// prefix.
     ///
     /// # Errors
     /// [`Error::UnknownSequence`] for an id that is not in use; [`Error::Memory`] if there is no room to note it.
@@ -139,7 +142,8 @@ impl<T: Element> PagedCache<T> {
         Ok(())
     }
 
-    /// Keeps the first `len` tokens of a sequence; all of them, if it has no more. Frees the pages that nobody has any more.
+    /// Keeps the first `len` tokens of a sequence; all of them, if it has no more. Frees the pages that nobody has any
+    /// more.
     ///
     /// # Errors
     /// [`Error::UnknownSequence`] for an id that is not in use.
@@ -157,14 +161,14 @@ impl<T: Element> PagedCache<T> {
     /// Appends tokens to a sequence: `k` (1, num_kv_heads, n, head_dim), `v` (1, num_kv_heads, n, head_dim_v).
     ///
     /// # Errors
-    /// [`Error::Full`] if there are not enough free pages, [`Error::UnknownSequence`] for an id that is not in use, [`Error::Shape`]
-    /// for other sizes.
+    /// [`Error::Full`] if there are not enough free pages, [`Error::UnknownSequence`] for an id that is not in use,
+    /// [`Error::Shape`] for other sizes.
     pub fn append(&mut self, id: SequenceId, k: &impl Sequences, v: &impl Sequences) -> Result<()> {
         self.append_all(&[id], k, v)
     }
 
-    /// Appends tokens to some sequences: `k` (ids, num_kv_heads, n, head_dim), `v` (ids, num_kv_heads, n, head_dim_v), or as many
-    /// for each as [`Ragged`](crate::Ragged) sequences have.
+    /// Appends tokens to some sequences: `k` (ids, num_kv_heads, n, head_dim), `v` (ids, num_kv_heads, n, head_dim_v),
+    /// or as many for each as [`Ragged`](crate::Ragged) sequences have.
     ///
     /// # Errors
     /// As [`append`](Self::append), and [`Error::Value`] for an id that is there twice; no sequence has then changed.

@@ -1,7 +1,7 @@
 //! Which pages are in use, and by how many.
 //!
-//! Sequences that share a page share all pages before it, so a page knows its predecessor and a sequence only its last page:
-//! forking is one more reference to that, and a pool never allocates after it is made.
+//! Sequences that share a page share all pages before it, so a page knows its predecessor and a sequence only its last
+//! page: forking is one more reference to that, and a pool never allocates after it is made.
 
 use crate::Result;
 use crate::workspace::grow;
@@ -53,7 +53,8 @@ impl Pool {
         self.pages[page as usize].previous
     }
 
-    /// A free page, of which there must be one, to stand behind `previous`: the caller's reference to that becomes the page's.
+    /// A free page, of which there must be one, to stand behind `previous`: the caller's reference to that becomes the
+    /// page's.
     pub(super) fn take(&mut self, previous: u32) -> u32 {
         let taken = self.first_free;
         let page = &mut self.pages[taken as usize];

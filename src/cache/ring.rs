@@ -1,8 +1,8 @@
 //! A fixed batch of sequences under a sliding window: old tokens are overwritten, a page at a time.
 //!
-//! Position `p` of a sequence is always slot `p % page_len` of page `p / page_len`. The first pages, those with a token to keep,
-//! stay; the others go round. So the pages that are held, one after the other, are the sequence without a piece of whole pages,
-//! and every token behind that piece is as far from the end as it was.
+//! Position `p` of a sequence is always slot `p % page_len` of page `p / page_len`. The first pages, those with a token
+//! to keep, stay; the others go round. So the pages that are held, one after the other, are the sequence without a
+//! piece of whole pages, and every token behind that piece is as far from the end as it was.
 
 use super::store::{Chunk, KvShape, Store, runs};
 use super::{check_batch, check_item};
@@ -29,12 +29,14 @@ pub struct Ring {
     pub page_len: usize,
 }
 
-/// Keys and values of `batch` sequences of any length, of which a sliding window and the first few tokens are held: at least the
-/// last `window + max_chunk - 1` tokens (less what a truncation took), so that each query of a chunk has its whole window.
+/// Keys and values of `batch` sequences of any length, of which a sliding window and the first few tokens are held: at
+/// least the last `window + max_chunk - 1` tokens (less what a truncation took), so that each query of a chunk has its
+/// whole window.
 ///
-/// Attention gives what it gives over the whole history with the options `window(Window { left: Some(window - 1), right: Some(0),
-/// diagonal: BottomRight })` and `keep_first`. Items advance by themselves, as their prompts have lengths of their own; positions
-/// that other options speak of (a mask's keys, ALiBi's distances to the tokens kept first) are those among the tokens held.
+/// Attention gives what it gives over the whole history with the options `window(Window { left: Some(window - 1),
+/// right: Some(0), diagonal: BottomRight })` and `keep_first`. Items advance by themselves, as their prompts have
+/// lengths of their own; positions that other options speak of (a mask's keys, ALiBi's distances to the tokens kept
+/// first) are those among the tokens held.
 ///
 /// ```
 /// use polyhead::cache::{KvShape, Ring, RingCache};
@@ -72,8 +74,8 @@ impl<T: Element> RingCache<T> {
     /// An empty cache of `batch` items. All its memory is taken here, zeroed.
     ///
     /// # Errors
-    /// [`Error::Value`] if `window`, `max_chunk` or `page_len` is 0, or for 2^32 - 1 pages or more; [`Error::Memory`] if there is
-    /// not enough.
+    /// [`Error::Value`] if `window`, `max_chunk` or `page_len` is 0, or for 2^32 - 1 pages or more; [`Error::Memory`]
+    /// if there is not enough.
     pub fn new(shape: KvShape, batch: usize, ring: Ring) -> Result<Self> {
         let Ring { window, keep_first, max_chunk, page_len } = ring;
         for (option, value) in [("window", window), ("max_chunk", max_chunk), ("page_len", page_len)] {
@@ -110,15 +112,15 @@ impl<T: Element> RingCache<T> {
     /// Appends tokens to one item: `k` (1, num_kv_heads, n, head_dim), `v` (1, num_kv_heads, n, head_dim_v).
     ///
     /// # Errors
-    /// [`Error::Full`] if `n` is more than `max_chunk`, [`Error::Shape`] for other sizes, [`Error::Value`] for an item that is not
-    /// there.
+    /// [`Error::Full`] if `n` is more than `max_chunk`, [`Error::Shape`] for other sizes, [`Error::Value`] for an item
+    /// that is not there.
     pub fn append(&mut self, item: usize, k: &impl Sequences, v: &impl Sequences) -> Result<()> {
         check_item(item, self.batch())?;
         self.append_from(item, Chunk::new(k, v, 1, self.shape())?, 1)
     }
 
-    /// Appends tokens to all items: `k` (batch, num_kv_heads, n, head_dim), `v` (batch, num_kv_heads, n, head_dim_v), or as many
-    /// for each item as [`Ragged`](crate::Ragged) sequences have.
+    /// Appends tokens to all items: `k` (batch, num_kv_heads, n, head_dim), `v` (batch, num_kv_heads, n, head_dim_v),
+    /// or as many for each item as [`Ragged`](crate::Ragged) sequences have.
     ///
     /// # Errors
     /// As [`append`](Self::append); no item has then changed.
@@ -182,11 +184,13 @@ impl<T: Element> RingCache<T> {
         if first == self.kept_pages || needed >= oldest { Ok(()) } else { Err(Error::Overwritten { needed, oldest }) }
     }
 
-    /// Keeps the first `len` tokens of an item; all of them, if it has no more. What the last `append` brought can always be taken
-    /// back, so can the last `max_chunk` tokens if nothing has been taken back among them, and so can all tokens.
+    /// Keeps the first `len` tokens of an item; all of them, if it has no more. What the last `append` brought can
+    /// always be taken back, so can the last `max_chunk` tokens if nothing has been taken back among them, and so can
+    /// all tokens.
     ///
     /// # Errors
-    /// [`Error::Overwritten`] if the next token's window would miss tokens; [`Error::Value`] for an item that is not there.
+    /// [`Error::Overwritten`] if the next token's window would miss tokens; [`Error::Value`] for an item that is not
+    /// there.
     pub fn truncate(&mut self, item: usize, len: usize) -> Result<()> {
         check_item(item, self.batch())?;
         if len >= self.lengths[item] {
@@ -254,12 +258,12 @@ impl<T: Element> RingCache<T> {
         self.store.paged(&self.table, &self.held)[1]
     }
 
-    /// Attention of the last tokens' queries (batch, num_heads, seqlen_q, head_dim), with the cache's window and kept tokens
-    /// besides the options.
+    /// Attention of the last tokens' queries (batch, num_heads, seqlen_q, head_dim), with the cache's window and kept
+    /// tokens besides the options.
     ///
     /// # Errors
-    /// [`Error::Overwritten`] if there are so many queries (more than were appended last) that the first of them misses keys;
-    /// [`Error::Unsupported`] for options with another window, or with key lengths; and as
+    /// [`Error::Overwritten`] if there are so many queries (more than were appended last) that the first of them misses
+    /// keys; [`Error::Unsupported`] for options with another window, or with key lengths; and as
     /// [`multi_head`](crate::multi_head).
     pub fn attend<O: Element>(&self, q: &impl Sequences, out: HeadsMut<'_, O>, options: &Options<'_>) -> Result<()> {
         self.attend_with(q, Outputs::new(out), options)

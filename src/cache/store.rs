@@ -139,7 +139,7 @@ struct Pages<T> {
     shape: [usize; 4],
 }
 
-/// A row of 64 bytes, or of a multiple of that, then never crosses a line more than it must.
+/// Bytes of a cache line, at which rows of whole lines then begin: a large vector starts 16 bytes behind a page.
 const ALIGN: usize = 64;
 
 impl<T: Element> Pages<T> {

@@ -1,4 +1,5 @@
-//! The caches against the reference over the whole history, against each other bit for bit, and against models made of vectors.
+//! The caches against the reference over the whole history, against each other bit for bit, and against models made of
+//! vectors.
 
 mod memory;
 mod model;
@@ -141,7 +142,8 @@ fn dtype<T: Element>() -> Dtype {
     }
 }
 
-/// What an operand holds of each sequence, (token, head, dim): a query that sees only the key beside it gives its value.
+/// What an operand holds of each sequence, (token, head, dim): a query that sees only the key beside it gives its
+/// value.
 fn read<T: Element>(operand: &Paged<'_, T>, lengths: &[usize]) -> Vec<Vec<f32>> {
     let [batch, heads, longest, dim] = operand.shape();
     let (q, mut out) = (vec![0.0f32; dim], vec![f32::NAN; batch * longest * heads * dim]);

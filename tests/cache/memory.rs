@@ -22,7 +22,8 @@ fn count() {
     let _ = CALLS.try_with(|calls| calls.set(calls.get() + 1));
 }
 
-// SAFETY: every method passes its arguments, of which the caller promises what `System` asks for, on to `System` unchanged.
+// SAFETY: every method passes its arguments, of which the caller promises what `System` asks for, on to `System`
+// unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count();
@@ -79,7 +80,8 @@ fn decoding_allocates_nothing() {
             paged.remove(fork).expect("an id");
         }
     };
-    // The first call makes the thread's workspace, the first fork a place for it. 150 keys are a full block of them and more.
+    // The first call makes the thread's workspace, the first fork a place for it. 150 keys are a full block of them and
+    // more.
     decode(150);
     let before = CALLS.get();
     decode(100);

@@ -1,5 +1,5 @@
-//! Random operations on a paged cache against vectors of tokens and counted pages, which say what it holds, what is free and what
-//! must fail.
+//! Random operations on a paged cache against vectors of tokens and counted pages, which say what it holds, what is
+//! free and what must fail.
 
 use std::rc::Rc;
 
@@ -67,7 +67,7 @@ impl Model {
                 let clones = clones.iter().flat_map(|clone| &clone.pages).filter(|other| Rc::ptr_eq(page, other));
                 Rc::strong_count(page) - clones.count()
             };
-            let inside = new.len() > 0 && len % self.page_len != 0;
+            let inside = new.len() > 0 && !len.is_multiple_of(self.page_len);
             if inside && sequence.pages.last().is_some_and(|page| holders(page, &before) > 1) {
                 sequence.pages.pop();
                 sequence.pages.push(Rc::new(()));
