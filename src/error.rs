@@ -76,7 +76,7 @@ pub enum Error {
         /// Name of the best level there is.
         best: &'static str,
     },
-    /// The scratch that the call needs cannot be had.
+    /// The memory that the call or the cache needs cannot be had.
     Memory {
         /// Its size; `usize::MAX` if it is larger than that.
         bytes: usize,
@@ -86,6 +86,24 @@ pub enum Error {
         /// What was asked for.
         what: &'static str,
     },
+    /// A cache has no room for what was to be appended.
+    Full {
+        /// What there is not enough of: tokens of an item, tokens of a chunk, pages.
+        what: &'static str,
+        /// How many there may be (of pages: are free).
+        capacity: usize,
+        /// How many are needed; `usize::MAX` if more than that.
+        needed: usize,
+    },
+    /// A ring cache has overwritten a token that the call needs.
+    Overwritten {
+        /// Position of the first token that is needed.
+        needed: usize,
+        /// Position of the oldest token that is left, those kept from the beginning aside.
+        oldest: usize,
+    },
+    /// No sequence of this cache has the id, or none has it any more.
+    UnknownSequence,
 }
 
 impl fmt::Display for Error {
@@ -113,8 +131,15 @@ impl fmt::Display for Error {
             Self::LevelUnavailable { requested, best } => {
                 write!(f, "level {requested} is not available here, the best level is {best}")
             }
-            Self::Memory { bytes } => write!(f, "{bytes} bytes of scratch cannot be allocated"),
+            Self::Memory { bytes } => write!(f, "{bytes} bytes cannot be allocated"),
             Self::Unsupported { what } => write!(f, "{what} is not supported"),
+            Self::Full { what, capacity, needed } => {
+                write!(f, "the cache is full: {needed} {what} are needed, there is room for {capacity}")
+            }
+            Self::Overwritten { needed, oldest } => {
+                write!(f, "token {needed} is needed and has been overwritten, the oldest left is {oldest}")
+            }
+            Self::UnknownSequence => write!(f, "the cache has no sequence of this id"),
         }
     }
 }

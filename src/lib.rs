@@ -29,6 +29,7 @@ struct Readme;
 mod arch;
 pub mod attention;
 mod band;
+pub mod cache;
 mod element;
 mod error;
 pub mod gemm;
