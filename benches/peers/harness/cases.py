@@ -13,8 +13,8 @@ MASKS = ("key", "float")
 class Case:
     """One problem. Causality is bottom-right: the last query sees all keys.
 
-    `mask` is None, "key" (bool, (batch, 1, 1, seqlen_k), true is seen) or "float" ((1, 1, seqlen_q, seqlen_k), added to the
-    scores). `source` names real operands in place of random ones.
+    `mask` is None, "key" (bool, (batch, 1, 1, seqlen_k), true is seen) or "float" ((1, 1, seqlen_q, seqlen_k), added to
+    the scores). `source` names real operands in place of random ones.
     """
 
     kind: str
@@ -46,6 +46,7 @@ class Case:
 
     @property
     def mask_shape(self) -> tuple[int, int, int, int]:
+        """Of the mask, or of causality as one."""
         return (self.batch, 1, 1, self.seqlen_k) if self.mask == "key" else (1, 1, self.seqlen_q, self.seqlen_k)
 
     @property

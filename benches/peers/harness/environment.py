@@ -1,4 +1,4 @@
-"""What a run needs besides this repository: a virtual environment of pinned packages, our runners built, variables set."""
+"""What a run needs besides this repository: a virtual environment of pinned packages, built runners, variables."""
 
 import os
 import subprocess
@@ -9,10 +9,10 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 ROOT = HERE.parents[1]
 
-# jax and burn are there for whoever names them: the one is slow everywhere we looked, the other builds for minutes.
-PEERS = ("ours", "torch", "onnxruntime", "openvino", "numpy", "candle", "rten", "jax", "burn")
+# jax is there for whoever names it: it is far from the best in all that we looked at.
+PEERS = ("ours", "torch", "onnxruntime", "openvino", "numpy", "candle", "rten", "jax")
 DEFAULT_PEERS = PEERS[:7]
-RUST_PEERS = ("candle", "rten", "burn")
+RUST_PEERS = ("candle", "rten")
 
 PINS = {
     "numpy": "2.4.6",
@@ -126,8 +126,17 @@ def _held_to_avx2() -> bool:
     return os.environ.get("POLYHEAD_MAX_LEVEL", "").strip().lower() == "avx2"
 
 
+def revision() -> str:
+    """What is checked out."""
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
 def worker_env(threads: int) -> dict[str, str]:
-    """Variables of a worker: its number of threads under every name, and the level that ours is held to where others can be."""
+    """Variables of a worker: its threads under every name, and the level that ours is held to where others can be."""
     env = {name: value for name, value in os.environ.items() if name not in ("OPENBLAS_CORETYPE", "OPENBLAS_L2_SIZE")}
     for prefix in ("OMP", "MKL", "OPENBLAS", "RAYON", "RTEN", "NUMEXPR"):
         env[f"{prefix}_NUM_THREADS"] = str(threads)

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -17,20 +18,21 @@ TURNS = 5
 
 @dataclass
 class Pace:
-    """Time per operation of each (peer, variant, kind of problem) so far: what a call will take is guessed from it."""
+    """Time per operation of each (peer, variant, ...) so far: what a call will take is guessed from it."""
 
     _ms_per_flop: dict[tuple[object, ...], float] = field(default_factory=dict)
 
     @staticmethod
-    def _key(peer: str, variant: str, case: Case, *settings: object) -> tuple[object, ...]:
-        return (peer, variant, case.kind, case.group, case.causal, case.mask, *settings)
+    def _keys(who: tuple[object, ...], case: Case) -> list[tuple[object, ...]]:
+        """Problems of the same kind and, if there were none, of any kind."""
+        return [(who, case.kind, case.group, case.causal, case.mask), (who,)]
 
-    def learn(self, peer: str, variant: str, ms: float, case: Case, *settings: object) -> None:
-        self._ms_per_flop[self._key(peer, variant, case, *settings)] = ms / case.flops()
+    def learn(self, who: tuple[object, ...], case: Case, ms: float) -> None:
+        self._ms_per_flop |= dict.fromkeys(self._keys(who, case), ms / case.flops())
 
-    def guess(self, peer: str, variant: str, case: Case, *settings: object) -> float | None:
-        pace = self._ms_per_flop.get(self._key(peer, variant, case, *settings))
-        return None if pace is None else pace * case.flops()
+    def guess(self, who: tuple[object, ...], case: Case) -> float | None:
+        known = (self._ms_per_flop.get(key) for key in self._keys(who, case))
+        return next((pace * case.flops() for pace in known if pace is not None), None)
 
 
 @dataclass
@@ -40,6 +42,8 @@ class Entry:
     worker: Worker
     variant: str
     guess: float | None
+    # The best of its first calls, in ms.
+    trial: float = 0.0
     answer: Answer | None = None
 
     @property
@@ -72,40 +76,37 @@ class Measurement:
         notes = {peer: why for peer, why in self.notes.items() if answers.get(peer) is None}
         return Row(case.id, dtype, self.precision, self.threads, level, flops, answers, notes)
 
-    @property
-    def _settings(self) -> tuple[object, ...]:
-        return (self.inputs.dtype, self.precision, self.threads)
+    def _who(self, peer: str, variant: str) -> tuple[object, ...]:
+        return (peer, variant, self.inputs.dtype, self.precision, self.threads)
 
     def _prepare(self, workers: list[Worker]) -> list[Entry]:
         """All workers at once: reading and compiling is not timed."""
         inputs = self.inputs
         self.progress("preparing")
-        asked, entries = [], []
-        for worker in workers:
-            request = {
-                "case": asdict(inputs.case),
-                "dtype": inputs.dtype,
-                "precision": self.precision,
-                "threads": self.threads,
-                "directory": str(inputs.directory),
-            }
-            if self._tell(worker, lambda: worker.send("prepare", **request)) is not None:
-                asked.append(worker)
+        request = {
+            "case": asdict(inputs.case),
+            "dtype": inputs.dtype,
+            "precision": self.precision,
+            "threads": self.threads,
+            "directory": str(inputs.directory),
+        }
+        asked = [worker for worker in workers if self._tell(worker, worker.send, "prepare", **request) is not None]
+        entries = []
         for worker in asked:
             answer = self._tell(worker, worker.receive)
             if answer is None:
                 continue
             for variant in answer["variants"]:
-                guess = self.pace.guess(worker.peer, variant, inputs.case, *self._settings)
+                guess = self.pace.guess(self._who(worker.peer, variant), inputs.case)
                 entries.append(Entry(worker, variant, guess))
             if not answer["variants"]:
                 self.notes[worker.peer] = "; ".join(answer["failures"].values()) or "no way to do it"
         return entries
 
-    def _tell(self, worker: Worker, action: Callable[[], object]) -> object:
-        """What the action gives, or None and a note if the worker refuses or dies."""
+    def _tell(self, worker: Worker, action: Callable[..., Any], *arguments: str, **more: Any) -> dict[str, Any] | None:
+        """What the worker answers, or None and a note if it refuses or dies."""
         try:
-            return action() or {}
+            return action(*arguments, **more) or {}
         except WorkerError as error:
             self.notes[worker.peer] = str(error)
             if isinstance(error, WorkerDied):
@@ -113,36 +114,41 @@ class Measurement:
             return None
 
     def _leave_out(self, entries: list[Entry]) -> list[Entry]:
-        """Without those whose one call would cost much of the row's time and cannot be the best, by what they did before."""
-        guesses = {entry.peer: min((e.guess or 0.0 for e in entries if e.peer == entry.peer)) for entry in entries}
-        best_peer = min((guess for peer, guess in guesses.items() if peer != OURS), default=0.0)
-        kept = []
-        for entry in entries:
-            guess = entry.guess or 0.0
-            slow_variant = guess > self.seconds * 1e3 / 20 and guess > 1.5 * guesses[entry.peer]
-            slow_peer = entry.peer != OURS and guess > self.seconds * 1e3 / 4 and guess > 1.5 * best_peer
-            if slow_variant or slow_peer:
+        """Not those whose one call would cost much of the row and is, by what they did before, far from the best."""
+        known = [entry for entry in entries if entry.guess is not None]
+        best_peer = min((entry.guess for entry in known if entry.peer != OURS), default=0.0)
+        slow, row = [], self.seconds * 1e3
+        for entry in known:
+            best_variant = min(other.guess for other in known if other.peer == entry.peer)
+            slow_variant = entry.guess > max(row / 20, 1.5 * best_variant)
+            slow_peer = entry.guess > max(row / 4, 2.5 * best_peer) or entry.guess > max(row, 1.5 * best_peer)
+            if slow_variant or (entry.peer != OURS and slow_peer):
+                slow.append(entry)
                 self.notes.setdefault(entry.peer, SLOW)
-            else:
-                kept.append(entry)
-        return kept
+        return [entry for entry in entries if entry not in slow]
 
     def _check(self, entry: Entry) -> float:
-        """The first call: its time, and its output against the reference. Returns milliseconds."""
-        worker, case = entry.worker, self.inputs.case
+        """The first call: its time, and its output against the reference; some more if they are short, as the first is
+        seldom the best. Returns milliseconds."""
+        worker = entry.worker
         self.progress(f"{entry.peer} {entry.variant}: checking")
         path = self.inputs.directory / f"out-{entry.peer}-{self.threads}.bin"
-        ask = lambda: worker.ask("check", variant=entry.variant, output=str(path))  # noqa: E731
-        answer = self._tell(worker, ask)
+        answer = self._tell(worker, worker.ask, "check", variant=entry.variant, output=str(path))
         if answer is None:
             return 0.0
         error = self.inputs.max_error(np.fromfile(path, np.float32))
         path.unlink()
         limit = tolerance(self.inputs.dtype, self.precision)
-        entry.answer = Answer(entry.variant, answer["ms"], error, limit)
+        first, more = answer["ms"], []
+        if first < self.seconds * 1e3 / 50:
+            ran = self._tell(worker, worker.ask, "run", variant=entry.variant, seconds=2 * first / 1e3)
+            if ran is None:
+                return first
+            more = ran["ms"]
+        entry.answer, entry.trial = Answer(entry.variant, first, error, limit), min([first, *more])
         worker.settle()
-        self.pace.learn(entry.peer, entry.variant, answer["ms"], case, *self._settings)
-        return answer["ms"]
+        self.pace.learn(self._who(entry.peer, entry.variant), self.inputs.case, entry.trial)
+        return first + sum(more)
 
     def _take_turns(self, entries: list[Entry], seconds: float) -> None:
         """Turns forth and back, so that a drift of the machine's speed meets all alike."""
@@ -152,7 +158,8 @@ class Measurement:
         while entries and (affordable := _affordable(entries, left, share)):
             for entry in affordable if turn % 2 == 0 else reversed(affordable):
                 self.progress(f"{entry.peer} {entry.variant}: turn {turn + 1}")
-                answer = self._tell(entry.worker, lambda: self._run(entry, share / 1e3))
+                ask = entry.worker.ask
+                answer = self._tell(entry.worker, ask, "run", variant=entry.variant, seconds=share / 1e3)
                 if answer is None:
                     entries = [other for other in entries if other.worker is not entry.worker]
                     entry.answer.error = float("inf")
@@ -162,35 +169,35 @@ class Measurement:
                 entry.worker.settle()
             turn += 1
         for entry in entries:
-            self.pace.learn(entry.peer, entry.variant, entry.answer.median_ms, self.inputs.case, *self._settings)
-
-    @staticmethod
-    def _run(entry: Entry, seconds: float) -> dict[str, object]:
-        return entry.worker.ask("run", variant=entry.variant, seconds=seconds)
+            fastest = min([entry.trial, *entry.answer.ms])  # what a busy machine blurs the least
+            self.pace.learn(self._who(entry.peer, entry.variant), self.inputs.case, fastest)
 
     def _release(self, workers: list[Worker]) -> None:
         for worker in workers:
             if worker.alive:
-                self._tell(worker, lambda: worker.ask("release"))
+                self._tell(worker, worker.ask, "release")
 
 
 def _contenders(entries: list[Entry]) -> list[Entry]:
-    """Of each peer the right variants that were about as fast as its fastest right one; the fastest if all are wrong."""
+    """Of each peer the right variants that were about as fast as its fastest right one; wrong ones if none is right."""
     kept = []
     for peer in dict.fromkeys(entry.peer for entry in entries):
         mine = [entry for entry in entries if entry.peer == peer]
         right = [entry for entry in mine if entry.answer.right]
-        fastest = min(entry.answer.first_ms for entry in right or mine)
-        kept += [entry for entry in right or mine if entry.answer.first_ms <= 1.3 * fastest]
+        fastest = min(entry.trial for entry in right or mine)
+        kept += [entry for entry in right or mine if entry.trial <= 1.3 * fastest]
     return kept
 
 
 def _affordable(entries: list[Entry], left: float, share: float) -> list[Entry]:
     """Whom the remaining milliseconds suffice for: all, or ours and the best peer for the ratio's sake, or none."""
-    cost = lambda some: sum(max(entry.answer.median_ms, share) for entry in some)  # noqa: E731
+
+    def cost(some: list[Entry]) -> float:
+        return sum(max(entry.trial, share) for entry in some)
+
     if cost(entries) <= left:
         return entries
-    right = sorted((e for e in entries if e.peer != OURS and e.answer.right), key=lambda e: e.answer.median_ms)
+    right = sorted((e for e in entries if e.peer != OURS and e.answer.right), key=lambda e: e.trial)
     two = [entry for entry in entries if entry.peer == OURS] + right[:1]
     return two if cost(two) <= left else []
 

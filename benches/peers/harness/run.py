@@ -7,9 +7,9 @@ from typing import TextIO
 from . import environment
 from .cases import Case
 from .data import Inputs
-from .environment import SetupError
+from .environment import SetupError, say
 from .measure import Measurement, Pace, temporary_files
-from .table import OURS, Table
+from .table import OURS, SLOW, Table
 from .team import Progress, Team
 
 MAX_KV_BYTES = 2.2e9
@@ -71,7 +71,7 @@ def measure(options: argparse.Namespace, team: Team, progress: Progress, lines: 
     rows, pace, inputs, fine = rows_of(options), Pace(), None, True
     table = Table(options.peers, [case.id for case in options.cases], len(options.precision) > 1)
     print(f"# {team.versions()}; level {team.level() or 'unknown'}\n{table.header()}", flush=True)
-    printed = 0
+    printed, said = 0, set()
     for number, (case, dtype, precision, threads) in enumerate(rows, 1):
         progress.start(number, len(rows), f"{case.id} {dtype} threads {threads}")
         if inputs is None or (inputs.case, inputs.dtype) != (case, dtype):
@@ -92,6 +92,10 @@ def measure(options: argparse.Namespace, team: Team, progress: Progress, lines: 
         row = step.row(workers, team.level())
         progress.clear()
         print(table.row(row), flush=True)
+        for peer, note in row.notes.items():
+            if note != SLOW and (peer, note) not in said:
+                said.add((peer, note))
+                say(f"{case.id} {dtype}: {peer} cannot: {note}")
         if lines:
             lines.write(row.to_json() + "\n")
             lines.flush()

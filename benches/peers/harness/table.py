@@ -10,8 +10,8 @@ OURS = "ours"
 
 @dataclass
 class Answer:
-    """What one variant of a peer did: milliseconds of its calls and largest error. The first call, which was checked, counts
-    only if there was no time for another."""
+    """What one variant of a peer did: milliseconds of its calls and largest error. The first call, which was checked,
+    counts only if there was no time for another."""
 
     variant: str
     first_ms: float
@@ -125,7 +125,8 @@ class Table:
         self, case: str, dtype: str, precision: str, threads: str, cells: list[str], best: str, ratio: str, gflops: str
     ) -> str:
         middle = f" {precision:<9}" if self._show_precision else ""
-        return f"{case:<{self._case_width}} {dtype:<5}{middle} {threads:>7}{''.join(cells)}  {best:<11} {ratio:>5} {gflops:>7}"
+        start = f"{case:<{self._case_width}} {dtype:<5}{middle} {threads:>7}"
+        return f"{start}{''.join(cells)}  {best:<11} {ratio:>5} {gflops:>7}"
 
 
 # Stands in the table for a peer that was left out since one call would take far longer than the best peer's.

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from . import environment
 from .environment import say
-from .worker import Worker, WorkerError
+from .table import OURS
+from .worker import Worker, WorkerError, start
 
 MAX_DEATHS = 3
 
@@ -40,16 +41,23 @@ class Progress:
         say(text)
 
 
+def scratch_directory() -> Path:
+    """A new one, on disk as operands can be large. Those that killed runs left behind are removed."""
+    parent = environment.directory()
+    for old in parent.glob("run-*"):
+        if not Path(f"/proc/{old.name.split('-')[1]}").exists():
+            shutil.rmtree(old, ignore_errors=True)
+    return Path(tempfile.mkdtemp(prefix=f"run-{os.getpid()}-", dir=parent))
+
+
 class Team(AbstractContextManager):
     """Workers of all peers and thread counts, and the directory that they read operands from."""
 
     def __init__(self, peers: list[str], threads: list[int], binaries: dict[str, Path], progress: Progress) -> None:
         self._peers, self._threads, self._binaries, self._progress = peers, threads, binaries, progress
-        self._cores = sorted(os.sched_getaffinity(0))
         self._workers: dict[tuple[str, int], Worker] = {}
         self._deaths: dict[str, int] = {}
-        # On disk, not in memory: operands are read once for each worker, and K and V can be large.
-        self.directory = Path(tempfile.mkdtemp(prefix="run-", dir=environment.directory()))
+        self.directory = scratch_directory()
 
     def __enter__(self) -> "Team":
         try:
@@ -70,10 +78,7 @@ class Team(AbstractContextManager):
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _start(self, peer: str, threads: int) -> None:
-        binary = self._binaries.get(peer)
-        command = [str(binary), peer] if binary else [sys.executable, "-m", f"workers.{peer}"]
-        log = self.directory / f"{peer}-{threads}.log"
-        self._workers[peer, threads] = Worker(peer, threads, command, self._cores[:threads], log)
+        self._workers[peer, threads] = start(peer, threads, self._binaries, self.directory)
 
     def _welcome(self, worker: Worker) -> None:
         try:
@@ -101,6 +106,7 @@ class Team(AbstractContextManager):
 
     def versions(self) -> str:
         found = {worker.peer: worker.about.get("version") for worker in self._workers.values() if worker.alive}
+        found |= {OURS: environment.revision()} if OURS in found else {}
         return ", ".join(f"{peer} {version}" for peer, version in found.items())
 
     def level(self) -> str | None:

@@ -1,9 +1,11 @@
 """A peer in a process of its own, told what to do by lines of JSON."""
 
+import contextlib
 import json
 import os
-import selectors
+import select
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -37,8 +39,6 @@ class Worker:
                 env=worker_env(threads),
                 preexec_fn=lambda: os.sched_setaffinity(0, cores),
             )
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._child.stdout, selectors.EVENT_READ)
         self._unread = b""
         self.about: dict[str, Any] = {}
 
@@ -63,7 +63,7 @@ class Worker:
     def _receive(self, seconds: float) -> dict[str, Any]:
         end = time.monotonic() + seconds
         while b"\n" not in self._unread:
-            if not self._selector.select(max(0.0, end - time.monotonic())):
+            if not select.select([self._child.stdout], [], [], max(0.0, end - time.monotonic()))[0]:
                 self.kill()
                 raise WorkerDied(f"no answer in {seconds:.0f} s")
             part = os.read(self._child.stdout.fileno(), 1 << 16)
@@ -106,4 +106,14 @@ class Worker:
     def kill(self) -> None:
         self._child.kill()
         self._child.wait()
-        self._selector.close()
+        self._child.stdout.close()
+        with contextlib.suppress(OSError):  # what it did not read
+            self._child.stdin.close()
+
+
+def start(peer: str, threads: int, binaries: dict[str, Path], directory: Path) -> Worker:
+    """A worker on the first `threads` cores; its errors go to a file of `directory`."""
+    binary = binaries.get(peer)
+    command = [str(binary), peer] if binary else [sys.executable, "-m", f"workers.{peer}"]
+    cores = sorted(os.sched_getaffinity(0))[:threads]
+    return Worker(peer, threads, command, cores, directory / f"{peer}-{threads}.log")

@@ -23,8 +23,8 @@ class Graphs:
         """Whether causality must be a mask: the operators' own has the first query at the first key."""
         return self.case.causal and self.case.seqlen_q != self.case.seqlen_k
 
-    def attention(self) -> ModelProto:
-        """The standard operator, of opset 23."""
+    def attention(self, mask_shape: Shape | None = None) -> ModelProto:
+        """The standard operator, of opset 23; its mask is of the case's shape if no other is given."""
         case, boolean = self.case, self.case.mask == "key" or self.explicit_causal
         masked = boolean or case.mask is not None
         node = helper.make_node(
@@ -35,13 +35,13 @@ class Graphs:
         )
         inputs = self._operands()
         if masked:
-            shape = (1, 1, case.seqlen_q, case.seqlen_k) if self.explicit_causal else case.mask_shape
+            shape = mask_shape or case.mask_shape
             inputs["mask"] = (TensorProto.BOOL if boolean else TYPES[self.dtype], shape)
         return self._model([node], inputs, case.q_shape)
 
     def plain(self) -> ModelProto | None:
-        """Product, softmax, product, a mask added between. The queries of a group are rows of one product, unless a mask
-        tells them apart. None if causal, where half of that work is for nothing."""
+        """Product, softmax, product, a mask added between. The queries of a group are rows of one product, unless a
+        mask tells them apart. None if causal, where half of that work is for nothing."""
         case = self.case
         if case.causal or (case.mask and case.group > 1):
             return None
@@ -67,7 +67,7 @@ class Graphs:
         return self._model(nodes, inputs, case.q_shape, constants)
 
     def multi_head(self, packed: bool) -> ModelProto | None:
-        """ONNX Runtime's MultiHeadAttention: queries, and if `packed` keys and values too, are (batch, seq, heads * dim)."""
+        """ONNX Runtime's MultiHeadAttention: queries are (batch, seq, heads * dim), keys and values too if `packed`."""
         case = self.case
         if case.group > 1 or self.explicit_causal:
             return None
@@ -92,7 +92,7 @@ class Graphs:
         return self._model([node], inputs, self.packed(case.q_shape))
 
     def group_query(self) -> ModelProto | None:
-        """ONNX Runtime's GroupQueryAttention, always causal: the newest seqlen_q keys join a cache that holds all others."""
+        """ONNX Runtime's GroupQueryAttention, always causal: the newest seqlen_q keys join a cache of all others."""
         case = self.case
         if case.mask or not (case.causal or case.seqlen_q == 1):
             return None

@@ -55,8 +55,14 @@ class Binder:
             return self.operands()
         return self.operands() | {"mask": mask if mask.dtype in (bool, np.int32) else mask.astype(self._of)}
 
-    def attention(self, graphs: Graphs) -> dict[str, np.ndarray]:
-        return self.masked(self._problem.causal_mask() if graphs.explicit_causal else self._problem.mask)
+    def attention(self, graphs: Graphs) -> Variant | None:
+        case = self._problem.case
+        mask = self._problem.causal_mask() if graphs.explicit_causal else self._problem.mask
+        if mask is not None:
+            # The operator takes no mask of fewer rows than there are queries.
+            rows = (mask.shape[0], mask.shape[1], case.seqlen_q, case.seqlen_k)
+            mask = np.ascontiguousarray(np.broadcast_to(mask, rows))
+        return self.variant(graphs.attention(mask.shape if mask is not None else None), lambda: self.masked(mask))
 
     def plain(self) -> dict[str, np.ndarray]:
         return self.masked(self._problem.additive_mask())
@@ -88,7 +94,7 @@ def prepare(problem: Problem) -> Prepared:
     graphs, binder = Graphs(problem.case, problem.dtype), Binder(problem)
     return try_variants(
         {
-            "attention": lambda: binder.variant(graphs.attention(), lambda: binder.attention(graphs)),
+            "attention": lambda: binder.attention(graphs),
             "plain": lambda: binder.variant(graphs.plain(), binder.plain),
             "mha": lambda: binder.variant(graphs.multi_head(False), lambda: binder.multi_head(False)),
             "mha_packed": lambda: binder.variant(graphs.multi_head(True), lambda: binder.multi_head(True)),

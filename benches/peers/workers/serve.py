@@ -61,8 +61,8 @@ class Problem:
 
 @dataclass
 class Variant:
-    """One way of a peer to compute a problem: `run` is what is timed, `output` makes a (batch, heads, seq, dim) array of
-    what it returned."""
+    """One way of a peer to compute a problem: `run` is what is timed, and of what it returned `output` makes an array
+    (batch, heads, seq, dim)."""
 
     run: Callable[[], Any]
     output: Callable[[Any], np.ndarray]

@@ -8,7 +8,7 @@ use crate::problem::{Case, Dtype, Precision, Prepared, Problem, Variant};
 use crate::{Peer, Result};
 
 pub(crate) fn peer() -> Peer {
-    Peer { version: "this checkout", level: Some(Level::detect().name()), prepare }
+    Peer { version: env!("CARGO_PKG_VERSION"), level: Some(Level::detect().name()), prepare }
 }
 
 struct Fused<T> {
