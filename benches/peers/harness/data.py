@@ -109,7 +109,7 @@ class Inputs:
         """Sampled (batch, head, query) rows of the output, first and last always among them."""
         case = self.case
         total = case.batch * case.heads * case.seqlen_q
-        count = min(total, 4096, max(16, 2**25 // (case.seqlen_k * case.dim)))
+        count = min(total, 4096, max(16, 2**24 // (case.seqlen_k * case.dim)))
         chosen = np.random.default_rng(0).choice(total, count, replace=False)
         return np.unique(np.concatenate([chosen, [0, total - 1]]))
 

@@ -80,7 +80,9 @@ def ensure_venv(names: Iterable[str]) -> Path:
 def enter_venv(python: Path) -> None:
     """Goes on as the same command under `python`, unless it already runs there."""
     if Path(sys.prefix) != python.parents[1]:
-        os.execve(python, [str(python), *sys.argv], os.environ | {"PYTHONDONTWRITEBYTECODE": "1"})
+        # One thread: those that wait for work would take time from the workers.
+        variables = {"PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1"}
+        os.execve(python, [str(python), *sys.argv], os.environ | variables)
 
 
 def build_runners(peers: Iterable[str]) -> dict[str, Path]:

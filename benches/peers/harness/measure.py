@@ -120,7 +120,7 @@ class Measurement:
         slow, row = [], self.seconds * 1e3
         for entry in known:
             best_variant = min(other.guess for other in known if other.peer == entry.peer)
-            slow_variant = entry.guess > max(row / 20, 1.5 * best_variant)
+            slow_variant = entry.guess > max(row / 20, 1.5 * best_variant) or entry.guess > max(row / 4, best_variant)
             slow_peer = entry.guess > max(row / 4, 2.5 * best_peer) or entry.guess > max(row, 1.5 * best_peer)
             if slow_variant or (entry.peer != OURS and slow_peer):
                 slow.append(entry)
