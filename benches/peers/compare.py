@@ -21,8 +21,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--seconds",
         type=positive,
-        default=0.8,
-        help="for each row (default: 0.8); with more, more calls and slower peers",
+        default=0.6,
+        help="for each row (default: 0.6); with more, more calls and slower peers",
     )
     parser.add_argument(
         "--precision", type=words(PRECISIONS), default=["highest"], help="of f32 products (default: highest)"

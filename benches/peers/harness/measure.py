@@ -1,5 +1,6 @@
 """One row of the table: all peers prepare the same problem, each answer is checked, then calls are timed in turns."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -62,19 +63,41 @@ class Measurement:
     pace: Pace
     progress: Callable[[str], None]
     died: Callable[[Worker, WorkerError], None]
+    # Whether all peers hold their operands at once; if not, each reads them again at each of its turns.
+    together: bool = True
     notes: dict[str, str] = field(default_factory=dict)
 
     def row(self, workers: list[Worker], level: str | None) -> Row:
         case, dtype = self.inputs.case, self.inputs.dtype
-        entries = self._leave_out(self._prepare(workers))
-        spent = sum(self._check(entry) for entry in entries) / 1e3
-        entries = [entry for entry in entries if entry.answer]
-        self._take_turns(_contenders(entries), self.seconds - spent)
-        self._release(workers)
+        if self.together:
+            entries = self._leave_out(self._prepare(workers))
+            spent = sum(self._check(entry) for entry in entries) / 1e3
+            entries = [entry for entry in entries if entry.answer]
+            self._take_turns(_contenders(entries), self.seconds - spent)
+            self._release(workers)
+        else:
+            entries = self._one_at_a_time(workers)
         answers = {worker.peer: best_answer([e.answer for e in entries if e.peer == worker.peer]) for worker in workers}
         flops = 4.0 * case.dim * self.inputs.visible_pairs()
         notes = {peer: why for peer, why in self.notes.items() if answers.get(peer) is None}
         return Row(case.id, dtype, self.precision, self.threads, level, flops, answers, notes)
+
+    def _one_at_a_time(self, workers: list[Worker]) -> list[Entry]:
+        """Operands are too large for all to hold them: two turns, forth and back."""
+        entries = []
+        for worker in workers:
+            mine = self._leave_out(self._prepare([worker]))
+            for entry in mine:
+                self._check(entry)
+            self._release([worker])
+            entries += [entry for entry in mine if entry.answer]
+        contenders = _contenders(entries)
+        share = self.seconds / len(contenders) / 2 if contenders else 0.0
+        for entry in contenders + contenders[::-1]:
+            if entry.worker.alive and self._prepare([entry.worker]):
+                self._turn(entry, share)
+                self._release([entry.worker])
+        return entries
 
     def _who(self, peer: str, variant: str) -> tuple[object, ...]:
         return (peer, variant, self.inputs.dtype, self.precision, self.threads)
@@ -131,6 +154,8 @@ class Measurement:
         """The first call: its time, and its output against the reference; some more if they are short, as the first is
         seldom the best. Returns milliseconds."""
         worker = entry.worker
+        if not worker.alive:
+            return 0.0
         self.progress(f"{entry.peer} {entry.variant}: checking")
         path = self.inputs.directory / f"out-{entry.peer}-{self.threads}.bin"
         answer = self._tell(worker, worker.ask, "check", variant=entry.variant, output=str(path))
@@ -157,20 +182,24 @@ class Measurement:
         turn = 0
         while entries and (affordable := _affordable(entries, left, share)):
             for entry in affordable if turn % 2 == 0 else reversed(affordable):
-                self.progress(f"{entry.peer} {entry.variant}: turn {turn + 1}")
-                ask = entry.worker.ask
-                answer = self._tell(entry.worker, ask, "run", variant=entry.variant, seconds=share / 1e3)
-                if answer is None:
-                    entries = [other for other in entries if other.worker is not entry.worker]
-                    entry.answer.error = float("inf")
-                    break
-                left -= sum(answer["ms"])
-                entry.answer.ms += answer["ms"]
-                entry.worker.settle()
+                if entry.worker.alive:
+                    left -= self._turn(entry, share / 1e3)
+            entries = [entry for entry in entries if entry.worker.alive]
             turn += 1
         for entry in entries:
             fastest = min([entry.trial, *entry.answer.ms])  # what a busy machine blurs the least
             self.pace.learn(self._who(entry.peer, entry.variant), self.inputs.case, fastest)
+
+    def _turn(self, entry: Entry, seconds: float) -> float:
+        """Calls for some seconds: what they took in ms. Who fails now is wrong whatever it answered before."""
+        self.progress(f"{entry.peer} {entry.variant}: timing")
+        answer = self._tell(entry.worker, entry.worker.ask, "run", variant=entry.variant, seconds=seconds)
+        if answer is None:
+            entry.answer.error = math.inf
+            return 0.0
+        entry.answer.ms += answer["ms"]
+        entry.worker.settle()
+        return sum(answer["ms"])
 
     def _release(self, workers: list[Worker]) -> None:
         for worker in workers:

@@ -13,8 +13,8 @@ from .table import OURS, SLOW, Table
 from .team import Progress, Team
 
 MAX_KV_BYTES = 2.2e9
-# What else a row holds for each byte of K and V and peer: files in the page cache, copies that peers make.
-SPARE_COPIES = 3
+# K and V that a peer holds, with the copies it makes of them.
+COPIES = 2.5
 
 
 def run(options: argparse.Namespace) -> bool:
@@ -42,17 +42,21 @@ def write_models(case: Case, dtype: str, directory: Path) -> None:
             (directory / f"{name}.onnx").write_bytes(model.SerializeToString())
 
 
-def too_large(case: Case, dtype: str, peers: int) -> str | None:
+def available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+
+
+def too_large(case: Case, dtype: str) -> str | None:
     """Why the case cannot be run here."""
     size = case.kv_bytes(dtype)
     if size > MAX_KV_BYTES:
         return f"K and V take {size / 1e9:.1f} GB, more than {MAX_KV_BYTES / 1e9} GB"
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    available = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    need = size * (peers + SPARE_COPIES)
-    return (
-        f"it takes about {need / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free" if need > available else None
-    )
+    # The file in the page cache, and one peer.
+    need, available = size * (1 + COPIES), available_bytes()
+    if need > available:
+        return f"it takes about {need / 1e9:.1f} GB of memory, {available / 1e9:.1f} GB are free"
+    return None
 
 
 def rows_of(options: argparse.Namespace) -> list[tuple[Case, str, str, int]]:
@@ -77,7 +81,7 @@ def measure(options: argparse.Namespace, team: Team, progress: Progress, lines: 
         if inputs is None or (inputs.case, inputs.dtype) != (case, dtype):
             for path in temporary_files(team.directory):
                 path.unlink()
-            why = too_large(case, dtype, len(options.peers))
+            why = too_large(case, dtype)
             if why:
                 progress.say(f"{case.id} {dtype} is skipped: {why}")
                 continue
@@ -88,7 +92,8 @@ def measure(options: argparse.Namespace, team: Team, progress: Progress, lines: 
         workers = team.ready(threads)
         if not workers:
             raise SetupError("no peer is left")
-        step = Measurement(inputs, precision, threads, options.seconds, pace, progress.step, team.died)
+        together = case.kv_bytes(dtype) * (1 + len(workers) * COPIES) < available_bytes()
+        step = Measurement(inputs, precision, threads, options.seconds, pace, progress.step, team.died, together)
         row = step.row(workers, team.level())
         progress.clear()
         print(table.row(row), flush=True)

@@ -50,7 +50,7 @@ class Worker:
         try:
             self._child.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
             self._child.stdin.flush()
-        except OSError:
+        except (OSError, ValueError):  # it is gone, or its pipe was closed then
             raise self._death() from None
 
     def receive(self) -> dict[str, Any]:

@@ -67,6 +67,12 @@ class Binder:
     def plain(self) -> dict[str, np.ndarray]:
         return self.masked(self._problem.additive_mask())
 
+    def packed(self, graphs: Graphs) -> Variant | None:
+        # It transposes all keys and values: nothing for a few queries.
+        if self._problem.case.seqlen_q < 16:
+            return None
+        return self.variant(graphs.multi_head(True), lambda: self.multi_head(True))
+
     def multi_head(self, packed: bool) -> dict[str, np.ndarray]:
         mask = self._problem.mask
         if mask is not None and mask.dtype == bool:
@@ -97,7 +103,7 @@ def prepare(problem: Problem) -> Prepared:
             "attention": lambda: binder.attention(graphs),
             "plain": lambda: binder.variant(graphs.plain(), binder.plain),
             "mha": lambda: binder.variant(graphs.multi_head(False), lambda: binder.multi_head(False)),
-            "mha_packed": lambda: binder.variant(graphs.multi_head(True), lambda: binder.multi_head(True)),
+            "mha_packed": lambda: binder.packed(graphs),
             "gqa": lambda: binder.variant(graphs.group_query(), binder.group_query, shared=True),
         }
     )

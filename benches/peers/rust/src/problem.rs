@@ -111,7 +111,8 @@ impl Problem {
 
     /// What is added to the scores, of `mask_shape`; causality only if nothing else masks.
     pub(crate) fn additive_mask(&self) -> Result<Option<Vec<f32>>> {
-        let hidden = |seen: Vec<bool>| seen.into_iter().map(|seen| if seen { 0.0 } else { f32::NEG_INFINITY }).collect();
+        let hidden =
+            |seen: Vec<bool>| seen.into_iter().map(|seen| if seen { 0.0 } else { f32::NEG_INFINITY }).collect();
         Ok(match self.case.mask {
             Some(MaskKind::Key) => self.key_mask()?.map(hidden),
             Some(MaskKind::Float) => self.float_mask()?,

@@ -1,5 +1,7 @@
 //! rten: its Attention operator, and a plain graph. The parent writes both models.
 
+use std::rc::Rc;
+
 use rten::{Model, NodeId, Value, ValueOrView};
 use rten_tensor::Tensor;
 use rten_tensor::prelude::*;
@@ -13,28 +15,28 @@ enum Mask {
     Added(Tensor<f32>),
 }
 
+type Operands = [Tensor<f32>; 3];
+
 struct Graph {
     model: Model,
-    inputs: Vec<(NodeId, Tensor<f32>)>,
+    ids: [NodeId; 3],
+    operands: Rc<Operands>,
     mask: Option<(NodeId, Mask)>,
     out_id: NodeId,
     out: Option<Value>,
 }
 
 impl Graph {
-    fn load(problem: &Problem, name: &str) -> Result<Self> {
+    fn load(problem: &Problem, operands: &Rc<Operands>, name: &str) -> Result<Self> {
         let model = Model::load_file(problem.directory.join(name))?;
-        let (q, kv) = (problem.case.q_shape(), problem.case.kv_shape());
-        let data = problem.qkv::<f32>()?.into_iter().zip([("q", q), ("k", kv), ("v", kv)]);
-        let inputs = data
-            .map(|(data, (name, shape))| Ok((model.node_id(name)?, Tensor::from_data(&shape, data))))
-            .collect::<Result<_>>()?;
+        let ids = [model.node_id("q")?, model.node_id("k")?, model.node_id("v")?];
         let out_id = model.node_id("out")?;
-        Ok(Self { model, inputs, mask: None, out_id, out: None })
+        Ok(Self { model, ids, operands: Rc::clone(operands), mask: None, out_id, out: None })
     }
 
     fn masked(mut self, mask: Option<Mask>) -> Result<Self> {
-        self.mask = mask.map(|mask| Ok::<_, Box<dyn std::error::Error>>((self.model.node_id("mask")?, mask))).transpose()?;
+        self.mask =
+            mask.map(|mask| Ok::<_, Box<dyn std::error::Error>>((self.model.node_id("mask")?, mask))).transpose()?;
         Ok(self)
     }
 }
@@ -42,7 +44,7 @@ impl Graph {
 impl Variant for Graph {
     fn run(&mut self) -> Result<()> {
         let mut inputs: Vec<(NodeId, ValueOrView<'_>)> =
-            self.inputs.iter().map(|(id, data)| (*id, data.view().into())).collect();
+            self.ids.into_iter().zip(self.operands.iter()).map(|(id, data)| (id, data.view().into())).collect();
         match &self.mask {
             Some((id, Mask::Seen(mask))) => inputs.push((*id, mask.view().into())),
             Some((id, Mask::Added(mask))) => inputs.push((*id, mask.view().into())),
@@ -60,7 +62,7 @@ impl Variant for Graph {
     }
 }
 
-fn attention(problem: &Problem) -> Result<Graph> {
+fn attention(problem: &Problem, operands: &Rc<Operands>) -> Result<Graph> {
     let case = &problem.case;
     let seen = |mask: Vec<bool>| mask.into_iter().map(i32::from).collect::<Vec<_>>();
     let mask = if case.causal && case.seqlen_q != case.seqlen_k {
@@ -71,23 +73,26 @@ fn attention(problem: &Problem) -> Result<Graph> {
     } else {
         problem.float_mask()?.map(|mask| Mask::Added(Tensor::from_data(&case.mask_shape(), mask)))
     };
-    Graph::load(problem, "attention.onnx")?.masked(mask)
+    Graph::load(problem, operands, "attention.onnx")?.masked(mask)
 }
 
-fn plain(problem: &Problem) -> Result<Graph> {
+fn plain(problem: &Problem, operands: &Rc<Operands>) -> Result<Graph> {
     let mask = problem.additive_mask()?;
     let mask = mask.map(|mask| Mask::Added(Tensor::from_data(&problem.case.mask_shape(), mask)));
-    Graph::load(problem, "plain.onnx")?.masked(mask)
+    Graph::load(problem, operands, "plain.onnx")?.masked(mask)
 }
 
 pub(crate) fn prepare(problem: &Problem) -> Result<Prepared> {
     if problem.dtype != Dtype::F32 {
         return Err("only f32".into());
     }
+    let (q, kv) = (problem.case.q_shape(), problem.case.kv_shape());
+    let [a, b, c] = problem.qkv::<f32>()?;
+    let operands = Rc::new([Tensor::from_data(&q, a), Tensor::from_data(&kv, b), Tensor::from_data(&kv, c)]);
     let mut prepared = Prepared::default();
-    prepared.add("attention", attention(problem));
+    prepared.add("attention", attention(problem, &operands));
     if problem.directory.join("plain.onnx").exists() {
-        prepared.add("plain", plain(problem));
+        prepared.add("plain", plain(problem, &operands));
     }
     Ok(prepared)
 }
