@@ -16,6 +16,7 @@ import plot
 from harness import environment
 from harness.cases import CASES, Case, select
 from harness.environment import SetupError
+from harness.pace import Pace
 from harness.table import SLOW, Answer, Row, Table, best_answer, number, short
 
 TOLERANCE = 1e-5
@@ -93,6 +94,35 @@ class Results(unittest.TestCase):
         self.assertEqual((result["ours_ms"], result["best_peer"], result["ratio"]), (2.0, "torch", 2.5))
         self.assertEqual(result["error"], {"ours": 1e-7, "torch": 1e-7, "rten": None, "numpy": "inf"})
         self.assertEqual(result["wrong"], ["numpy"])
+
+
+class Guesses(unittest.TestCase):
+    small, large = (Case("prefill", 1, 8, 8, seqlen, seqlen, 64) for seqlen in (512, 1024))
+    causal = Case("prefill", 1, 8, 8, 512, 512, 64, causal=True)
+
+    def test_guess_grows_with_the_work(self) -> None:
+        pace = Pace()
+        self.assertIsNone(pace.guess(("torch",), self.small, 1))
+        pace.learn(("torch",), self.small, 1, 5.0)
+        self.assertAlmostEqual(pace.guess(("torch",), self.large, 1), 20.0)
+        self.assertIsNone(pace.guess(("rten",), self.large, 1))
+
+    def test_same_kind_counts_before_others(self) -> None:
+        pace = Pace()
+        pace.learn(("torch",), self.small, 1, 5.0)
+        self.assertAlmostEqual(pace.guess(("torch",), self.causal, 1), 5.0)
+        pace.learn(("torch",), self.causal, 1, 3.0)
+        self.assertAlmostEqual(pace.guess(("torch",), self.causal, 1), 3.0)
+        self.assertAlmostEqual(pace.guess(("torch",), self.small, 1), 5.0)
+
+    def test_fewer_threads_bound_more(self) -> None:
+        pace = Pace()
+        pace.learn(("torch",), self.small, 1, 5.0)
+        pace.learn(("torch",), self.small, 2, 50.0)
+        self.assertAlmostEqual(pace.guess(("torch",), self.small, 2), 5.0)
+        pace.learn(("torch",), self.small, 2, 2.5)
+        self.assertAlmostEqual(pace.guess(("torch",), self.small, 2), 2.5)
+        self.assertAlmostEqual(pace.guess(("torch",), self.small, 1), 5.0)
 
 
 class Formatting(unittest.TestCase):

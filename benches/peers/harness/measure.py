@@ -8,32 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from .cases import Case
 from .data import Inputs, tolerance
+from .pace import Pace
 from .table import OURS, SLOW, Answer, Row, best_answer
 from .worker import Worker, WorkerDied, WorkerError
 
 # Turns that a row aims at, each peer running for its share of a turn.
 TURNS = 5
-
-
-@dataclass
-class Pace:
-    """Time per operation of each (peer, variant, ...) so far: what a call will take is guessed from it."""
-
-    _ms_per_flop: dict[tuple[object, ...], float] = field(default_factory=dict)
-
-    @staticmethod
-    def _keys(who: tuple[object, ...], case: Case) -> list[tuple[object, ...]]:
-        """Problems of the same kind and, if there were none, of any kind."""
-        return [(who, case.kind, case.group, case.causal, case.mask), (who,)]
-
-    def learn(self, who: tuple[object, ...], case: Case, ms: float) -> None:
-        self._ms_per_flop |= dict.fromkeys(self._keys(who, case), ms / case.flops())
-
-    def guess(self, who: tuple[object, ...], case: Case) -> float | None:
-        known = (self._ms_per_flop.get(key) for key in self._keys(who, case))
-        return next((pace * case.flops() for pace in known if pace is not None), None)
 
 
 @dataclass
@@ -71,7 +52,7 @@ class Measurement:
         case, dtype = self.inputs.case, self.inputs.dtype
         if self.together:
             entries = self._leave_out(self._prepare(workers))
-            spent = sum(self._check(entry) for entry in entries) / 1e3
+            spent = self._in_turn(entries, self._check) / 1e3
             entries = [entry for entry in entries if entry.answer]
             self._take_turns(_contenders(entries), self.seconds - spent)
             self._release(workers)
@@ -87,20 +68,19 @@ class Measurement:
         entries = []
         for worker in workers:
             mine = self._leave_out(self._prepare([worker]))
-            for entry in mine:
-                self._check(entry)
+            self._in_turn(mine, self._check)
             self._release([worker])
             entries += [entry for entry in mine if entry.answer]
         contenders = _contenders(entries)
         share = self.seconds / len(contenders) / 2 if contenders else 0.0
         for entry in contenders + contenders[::-1]:
             if entry.worker.alive and self._prepare([entry.worker]):
-                self._turn(entry, share)
+                self._in_turn([entry], self._turn, share)
                 self._release([entry.worker])
         return entries
 
     def _who(self, peer: str, variant: str) -> tuple[object, ...]:
-        return (peer, variant, self.inputs.dtype, self.precision, self.threads)
+        return (peer, variant, self.inputs.dtype, self.precision)
 
     def _prepare(self, workers: list[Worker]) -> list[Entry]:
         """All workers at once: reading and compiling is not timed."""
@@ -120,7 +100,7 @@ class Measurement:
             if answer is None:
                 continue
             for variant in answer["variants"]:
-                guess = self.pace.guess(self._who(worker.peer, variant), inputs.case)
+                guess = self.pace.guess(self._who(worker.peer, variant), inputs.case, self.threads)
                 entries.append(Entry(worker, variant, guess))
             if not answer["variants"]:
                 self.notes[worker.peer] = "; ".join(answer["failures"].values()) or "no way to do it"
@@ -150,12 +130,21 @@ class Measurement:
                 self.notes.setdefault(entry.peer, SLOW)
         return [entry for entry in entries if entry not in slow]
 
+    @staticmethod
+    def _in_turn(entries: list[Entry], action: Callable[..., float], *arguments: float) -> float:
+        """One after the other, each worker at rest before the next begins. Returns the sum of milliseconds."""
+        spent = 0.0
+        for entry, following in zip(entries, [*entries[1:], None], strict=True):
+            if entry.worker.alive:
+                spent += action(entry, *arguments)
+            if (following is None or following.worker is not entry.worker) and entry.worker.alive:
+                entry.worker.settle()
+        return spent
+
     def _check(self, entry: Entry) -> float:
         """The first call: its time, and its output against the reference; some more if they are short, as the first is
         seldom the best. Returns milliseconds."""
         worker = entry.worker
-        if not worker.alive:
-            return 0.0
         self.progress(f"{entry.peer} {entry.variant}: checking")
         path = self.inputs.directory / f"out-{entry.peer}-{self.threads}.bin"
         answer = self._tell(worker, worker.ask, "check", variant=entry.variant, output=str(path))
@@ -171,8 +160,7 @@ class Measurement:
                 return first
             more = ran["ms"]
         entry.answer, entry.trial = Answer(entry.variant, first, error, limit), min([first, *more])
-        worker.settle()
-        self.pace.learn(self._who(entry.peer, entry.variant), self.inputs.case, entry.trial)
+        self.pace.learn(self._who(entry.peer, entry.variant), self.inputs.case, self.threads, entry.trial)
         return first + sum(more)
 
     def _take_turns(self, entries: list[Entry], seconds: float) -> None:
@@ -181,14 +169,13 @@ class Measurement:
         share = self.seconds * 1e3 / TURNS / max(1, len(entries))
         turn = 0
         while entries and (affordable := _affordable(entries, left, share)):
-            for entry in affordable if turn % 2 == 0 else reversed(affordable):
-                if entry.worker.alive:
-                    left -= self._turn(entry, share / 1e3)
+            ordered = affordable if turn % 2 == 0 else affordable[::-1]
+            left -= self._in_turn(ordered, self._turn, share / 1e3)
             entries = [entry for entry in entries if entry.worker.alive]
             turn += 1
         for entry in entries:
             fastest = min([entry.trial, *entry.answer.ms])  # what a busy machine blurs the least
-            self.pace.learn(self._who(entry.peer, entry.variant), self.inputs.case, fastest)
+            self.pace.learn(self._who(entry.peer, entry.variant), self.inputs.case, self.threads, fastest)
 
     def _turn(self, entry: Entry, seconds: float) -> float:
         """Calls for some seconds: what they took in ms. Who fails now is wrong whatever it answered before."""
@@ -198,7 +185,6 @@ class Measurement:
             entry.answer.error = math.inf
             return 0.0
         entry.answer.ms += answer["ms"]
-        entry.worker.settle()
         return sum(answer["ms"])
 
     def _release(self, workers: list[Worker]) -> None:

@@ -86,12 +86,14 @@ class Worker:
         return WorkerDied(f"ended with status {self._child.returncode}" + (f": {lines[-1]}" if lines else ""))
 
     def settle(self) -> None:
-        """Waits, 0.1 s at the most, until threads that spin after their work have gone to sleep."""
+        """Waits, 0.2 s at the most, until threads that spin after their work have gone to sleep."""
+        if self.threads == 1:
+            return
         used = self._cpu_ns()
-        for _ in range(100):
-            time.sleep(0.001)
+        for _ in range(40):
+            time.sleep(0.005)  # the clock of a running thread moves with the scheduler's ticks, of up to 4 ms
             used, before = self._cpu_ns(), used
-            if used - before < 100_000:
+            if used - before < 500_000:
                 return
 
     def _cpu_ns(self) -> int:
