@@ -128,7 +128,8 @@ class Guesses(unittest.TestCase):
 class Formatting(unittest.TestCase):
     def test_numbers(self) -> None:
         self.assertEqual(
-            [number(x) for x in (0.01234, 0.5, 7.891, 42.42, 1234.5)], ["0.0123", "0.500", "7.89", "42.4", "1234"]
+            [number(x) for x in (0.01234, 0.5, 7.891, 9.999, 42.42, 1234.5)],
+            ["0.0123", "0.500", "7.89", "10.0", "42.4", "1230"],
         )
         self.assertEqual([short(x) for x in (1.2e-7, 0.0, 3.0, float("inf"))], ["1e-7", "0", "3", "inf"])
 

@@ -154,12 +154,12 @@ class Measurement:
         path.unlink()
         limit = tolerance(self.inputs.dtype, self.precision)
         first, more = answer["ms"], []
-        if first < self.seconds * 1e3 / 50:
-            ran = self._tell(worker, worker.ask, "run", variant=entry.variant, seconds=2 * first / 1e3)
+        if first < self.seconds * 1e3 / 10:
+            ran = self._tell(worker, worker.ask, "run", variant=entry.variant, seconds=first / 1e3)
             if ran is None:
                 return first
             more = ran["ms"]
-        entry.answer, entry.trial = Answer(entry.variant, first, error, limit), min([first, *more])
+        entry.answer, entry.trial = Answer(entry.variant, first, error, limit, more), min([first, *more])
         self.pace.learn(self._who(entry.peer, entry.variant), self.inputs.case, self.threads, entry.trial)
         return first + sum(more)
 

@@ -7,7 +7,7 @@ from .cases import Case
 
 @dataclass
 class Pace:
-    """Time per operation of each (peer, variant, ...), number of threads and kind of problem, the last that was seen."""
+    """Time per operation of each (peer, variant, ...), number of threads and kind of problem, as last seen."""
 
     _ms_per_flop: dict[tuple[object, ...], dict[int, float]] = field(default_factory=dict)
 

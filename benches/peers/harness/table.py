@@ -135,7 +135,8 @@ SLOW = "slow"
 
 def number(ms: float) -> str:
     """Three digits."""
-    return f"{ms:.{max(0, 2 - math.floor(math.log10(ms)))}f}" if ms > 0 else "0"
+    rounded = float(f"{ms:.3g}")
+    return f"{rounded:.{max(0, 2 - math.floor(math.log10(rounded)))}f}" if rounded else "0"
 
 
 def short(error: float) -> str:
