@@ -80,7 +80,7 @@ def draw(data: dict[str, Any], path: Path) -> None:
         [(by_seqlen, "seqlen", f"{cores} thread{plural}"), (by_threads, "threads", f"S = {longest}")]
     ):
         for row, (value, label) in enumerate(
-            [("ms", "time of a call, ms"), ("peak_mib", "peak memory of a call, output included, MiB")]
+            [("ms", "time of a call, ms"), ("peak_mib", "peak memory of a call, MiB")]
         ):
             panel = axes[row][column]
             for peer, name in PEERS.items():
@@ -105,7 +105,7 @@ def style_panel(panel: Any, axis: str, ticks: list[int], label: str, title: str)
         panel.yaxis.set_minor_locator(ticker.NullLocator())
         panel.set_xlabel("S, queries and keys")
     else:
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, 1.08 * panel.get_ylim()[1])
         panel.set_xlabel("threads")
     panel.set_xticks(ticks, [str(tick) for tick in ticks], fontsize=8)
     panel.set_ylabel(label)

@@ -19,16 +19,16 @@ pub(crate) fn reset_peak() -> Result<i64> {
     status_kib("VmRSS")
 }
 
-/// Zeros on huge pages where the system gives them to who asks, as numpy asks for its arrays: operands of all peers then lie
-/// on pages of one kind.
+/// Zeros on huge pages where the system gives them to who asks, as numpy asks for its arrays: operands of all peers then
+/// lie on pages of one kind.
 pub(crate) fn huge_zeros<T: Zeroable + Clone>(len: usize) -> Vec<T> {
     const HUGE: usize = 1 << 21;
     let zeros = vec![T::zeroed(); len];
     let start = (zeros.as_ptr() as usize).next_multiple_of(HUGE);
     let end = (zeros.as_ptr() as usize + size_of_val(zeros.as_slice())) & !(HUGE - 1);
     if start < end {
-        // SAFETY: start..end are whole pages inside the vector's allocation, and this advice leaves their contents as they
-        // are. A failure changes nothing, so that it can be ignored.
+        // SAFETY: start..end are whole pages inside the vector's allocation, and this advice leaves their contents as
+        // they are. A failure changes nothing, so that it can be ignored.
         unsafe { libc::madvise(start as *mut libc::c_void, end - start, libc::MADV_HUGEPAGE) };
     }
     zeros
