@@ -1,5 +1,6 @@
-//! `attend PEER` answers requests, lines of JSON on standard input, with lines of JSON: prepares an attention problem, runs
-//! it for some seconds and says how long each call took. The Python workers beside this crate speak the same protocol.
+//! `attend PEER` answers requests, lines of JSON on standard input, with lines of JSON: prepares an attention problem,
+//! runs it for some seconds and says how long each call took. The Python workers beside this crate speak the same
+//! protocol.
 
 use std::error::Error;
 use std::io::{BufRead, Write};

@@ -19,8 +19,8 @@ pub(crate) fn reset_peak() -> Result<i64> {
     status_kib("VmRSS")
 }
 
-/// Zeros on huge pages where the system gives them to who asks, as numpy asks for its arrays: operands of all peers then
-/// lie on pages of one kind.
+/// Zeros on huge pages where the system gives them to who asks, as numpy asks for its arrays: operands of all peers
+/// then lie on pages of one kind.
 pub(crate) fn huge_zeros<T: Zeroable + Clone>(len: usize) -> Vec<T> {
     const HUGE: usize = 1 << 21;
     let zeros = vec![T::zeroed(); len];
