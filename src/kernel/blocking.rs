@@ -19,7 +19,7 @@ const DECODE_QUERIES: usize = 16;
 /// Keys of a piece at the least, and pieces of a sequence at the most. Every piece starts from nothing, and the pieces are merged
 /// in order, whether one thread takes them all or several share them.
 const PIECE_KEYS: usize = 1024;
-const PIECES: usize = 16;
+pub(crate) const PIECES: usize = 16;
 
 /// How one problem is cut on a level of `lanes` queries a vector.
 #[derive(Clone, Copy, Debug)]

@@ -90,8 +90,10 @@ impl Workspace {
         }
         if prepared.pieces > 1 {
             let len = cut.partial_len().ok_or(Error::Memory { bytes: usize::MAX })?;
-            grow(&mut self.partials, tasks, Mutex::default)?;
-            for partial in &mut self.partials[..tasks] {
+            // For as many pieces as there can be: memory that does not grow with the keys.
+            let most = self.tasks.len() * blocking::PIECES;
+            grow(&mut self.partials, most, Mutex::default)?;
+            for partial in &mut self.partials[..most] {
                 exclusive(partial).reserve(len)?;
             }
         }
