@@ -5,6 +5,7 @@ mod run;
 use core::fmt;
 use std::cell::Cell;
 
+use crate::kernel::blocking::is_few;
 use crate::problem::{Problem, check_shape, packed_len};
 use crate::view::WeightsOut;
 use crate::{Element, Error, HeadsMut, Level, Options, Result, Sequences};
@@ -308,7 +309,7 @@ impl<'o> MultiHead<'o> {
 pub struct Explanation {
     /// The level it runs on.
     pub level: Level,
-    /// The algorithm: `"fused"`.
+    /// The algorithm: `"fused"` with queries in lanes, or `"fused, few rows"` with head_dim in lanes, for decoding.
     pub path: &'static str,
     /// Queries and keys of a tile of scores.
     pub tile: (usize, usize),
@@ -330,7 +331,7 @@ impl Explanation {
         let width = (problem.head_dim as u64).saturating_add(problem.head_dim_v as u64);
         Self {
             level,
-            path: "fused",
+            path: if is_few(&problem, 0) { "fused, few rows" } else { "fused" },
             tile: (blocking.tile(), blocking.block_k),
             tasks: workspace.tasks.len(),
             threads,

@@ -99,13 +99,13 @@ fn dots<L: Lanes, T: Operand, const NR: usize, const REST: bool>(
     let key = |i: usize| keys.row((first + i).min(end - 1));
     let pairs =
         [dot2::<L, T, NR, REST>(l, key(0), key(1), queries), dot2::<L, T, NR, REST>(l, key(2), key(3), queries)];
-    let mut sums = [0.0; SUMS * SUMS];
+    let mut sums = [[0.0; SUMS]; NR];
     unroll!(I < NR => {
         // Vector i of four times NR, key by key and row by row.
         let at = |i: usize| pairs[i / (2 * NR)][i / NR % 2][i % NR];
-        sums[I * 4..][..4].copy_from_slice(&l.sum4([at(4 * I), at(4 * I + 1), at(4 * I + 2), at(4 * I + 3)]));
+        sums[I] = l.sum4([at(4 * I), at(4 * I + 1), at(4 * I + 2), at(4 * I + 3)]);
     });
-    for (key, sums) in (first..end).zip(sums.chunks_exact(NR)) {
+    for (key, sums) in (first..end).zip(sums.as_flattened().chunks_exact(NR)) {
         s[key * lanes..][..NR].copy_from_slice(sums);
     }
 }
