@@ -1,11 +1,11 @@
 //! Hand-optimised SIMD kernels for attention on CPUs.
 //!
 //! [`multi_head`] is fused multi-head attention in one call, [`MultiHead`] the same as a plan; [`Options`] has everything that
-//! may be asked of it. [`attention`] is one head, [`softmax`] and [`gemm`] are the building blocks, and [`mod@reference`] has all of
-//! it in plain `f64`, as an oracle for tests.
+//! may be asked of it. [`cache`] has caches for decoding, [`attention`] is one head, [`softmax`] and [`gemm`] are the building
+//! blocks, and [`mod@reference`] has all of it in plain `f64`, as an oracle for tests.
 //!
-//! Operands are strided views ([`Heads`], [`HeadsMut`]) over slices of `f32`, [`half::f16`] or [`half::bf16`]. All functions are
-//! safe; bad input gives an [`Error`] before anything is written.
+//! Operands are strided views ([`Heads`], [`HeadsMut`]), packed sequences ([`Ragged`]) or pages ([`Paged`]) over slices of `f32`,
+//! [`half::f16`] or [`half::bf16`]. All functions are safe; bad input gives an [`Error`] before anything is written.
 //!
 //! What every path promises (masks that combine, rows that see nothing, NaN that stays where it is, bits that do not depend on
 //! threads) is in the README, sentence by sentence a test of the same name in `tests/contract`.

@@ -184,7 +184,8 @@ impl<'a, T: Element> OutputBlocks<'a, T> {
     }
 }
 
-/// The rows of one block. There is at most one for each index, and different indices have different rows.
+/// The rows of one block. There is at most one for each index, and different indices have different rows: blocks of an item do
+/// not meet, nor do ragged items, whose starts never fall (`Ragged::new`).
 pub(crate) struct OutputBlock<'b, T> {
     outputs: &'b OutputBlocks<'b, T>,
     pub(crate) batch: usize,
