@@ -4,6 +4,7 @@
 //! With fewer rows than lanes, queries in lanes would leave most lanes of the two products idle. So here head_dim is in lanes for
 //! the scores, as head_dim_v is for the output anyway. What lies between the products is the same for all tiles.
 
+use super::blocking::BLOCK_K;
 use super::fused::{Keys, Pass};
 use super::lanes::{Lanes, MAX_LANES, Op};
 use super::operand::Operand;
@@ -233,6 +234,7 @@ impl<L: Lanes> Pass<'_, L> {
     }
 
     /// Asks for the first rows of what is read next, as each row asks for one that follows in its own block.
+    /// Not worth it for a sequence of less than a block.
     fn prefetch_first(&self, heads: &AnyHeads<'_>, first: usize, count: usize) {
         fn rows<L: Lanes, T: Copy>(l: L, rows: Option<Rows<'_, T>>) {
             if let Some(rows) = rows {
@@ -241,7 +243,7 @@ impl<L: Lanes> Pass<'_, L> {
         }
         let at = [self.batch, self.kv_head, first];
         match heads.data {
-            _ if count == 0 => {}
+            _ if count < BLOCK_K => {}
             AnySlice::F32(data) => rows(self.l, rows_in_place(data, heads, at, count)),
             AnySlice::F16(data) => rows(self.l, rows_in_place(data, heads, at, count)),
             AnySlice::Bf16(data) => rows(self.l, rows_in_place(data, heads, at, count)),
