@@ -178,7 +178,7 @@ impl Workspace {
                     let group_end = (problem.kv_head(first) + 1) * problem.group;
                     let end = (first + per_pass).min(group_end).min(all_heads.end);
                     let (heads, queries, step) = (first..end, queries.clone(), Step::Whole(&mut block));
-                    level.dispatch(Attend { job: &job, batch, heads, queries, scratch, step });
+                    attend(level, Attend { job: &job, batch, heads, queries, scratch, step });
                     first = end;
                 }
             });
@@ -194,7 +194,7 @@ impl Workspace {
             // Nobody waits for it: each task has its own.
             let mut result = shared[task].lock().unwrap_or_else(PoisonError::into_inner);
             let step = Step::Piece(piece, result.as_mut_slice());
-            level.dispatch(Attend { job: &job, batch, heads, queries, scratch, step });
+            attend(level, Attend { job: &job, batch, heads, queries, scratch, step });
         });
         for (task, results) in tasks.iter().zip(partials.chunks_exact_mut(pieces)) {
             let Some(mut block) = blocks.take(task.block as usize) else { continue };
@@ -202,9 +202,14 @@ impl Workspace {
             let own = &mut results[..blocking::pieces(&problem, batch).1];
             let mut results = own.iter_mut().map(|result| exclusive(result).as_mut_slice());
             let step = Step::Join(&mut results, &mut block);
-            level.dispatch(Attend { job: &job, batch, heads, queries, scratch: &mut self.scratch[0], step });
+            attend(level, Attend { job: &job, batch, heads, queries, scratch: &mut self.scratch[0], step });
         }
     }
+}
+
+/// Not generic, so that kernels are compiled with this crate and not once more with every crate that calls it.
+fn attend(level: Level, work: Attend<'_, '_>) {
+    level.dispatch(work);
 }
 
 /// A buffer that nobody else has. One whose holder panicked is as good as any: it is written before it is read.
