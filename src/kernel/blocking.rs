@@ -98,9 +98,9 @@ pub(crate) fn heads_per_pass(queries: usize, group: usize) -> usize {
     (BLOCK_ROWS / queries.clamp(1, BLOCK_ROWS)).clamp(1, group.max(1))
 }
 
-/// Whether a sequence's rows are few enough for [`few`](super::few): a matter of its own shape, so that its bits are, too.
+/// Whether a sequence's queries are few enough for [`few`](super::few): a matter of its own shape, so that its bits are, too.
 pub(crate) fn is_few(problem: &Problem<'_>, batch: usize) -> bool {
-    problem.query_length(batch).saturating_mul(problem.group) <= few::MAX_ROWS
+    problem.query_length(batch) <= few::MAX_QUERIES
 }
 
 /// How the keys of a sequence are cut: keys of a piece, and how many pieces there are. A piece is a multiple of the block of keys.

@@ -14,8 +14,9 @@ use super::tile::{AllFinite, CarefulValues, Rows, Values, unroll};
 use crate::element::AnySlice;
 use crate::view::AnyHeads;
 
-/// Rows of a tile at the most: with eight, queries in lanes fill a vector of AVX2.
-pub(crate) const MAX_ROWS: usize = 7;
+/// Queries of a sequence at the most. Not rows, which are more with a group of heads: what a row comes to must not depend on how
+/// many heads share its keys.
+pub(crate) const MAX_QUERIES: usize = 4;
 
 /// The group of rows that a row belongs to, as (first, size): of four, of two, or alone.
 fn group(row: usize, rows: usize) -> (usize, usize) {
@@ -145,6 +146,9 @@ fn dot2<L: Lanes, T: Operand, const NR: usize, const REST: bool>(
 /// panel after the other, and with the next ones asked for.
 struct StreamedValues<'a, T>(Values<'a, T>);
 
+/// Factors of rows that continue.
+const ONES: [f32; 2 * MAX_LANES] = [1.0; 2 * MAX_LANES];
+
 /// Bytes of the keys at a time.
 const STREAM_BYTES: usize = 16384;
 
@@ -162,7 +166,7 @@ impl<T: Operand> Op for StreamedValues<'_, T> {
             }
             let p = &p[first * lanes..end * lanes];
             Values { values: values.range(first, end), p, lanes, rows, alpha, o: &mut *o }.run(l);
-            alpha = Some(&[1.0; MAX_LANES]);
+            alpha = Some(&ONES);
         }
     }
 }
@@ -208,19 +212,25 @@ impl<L: Lanes> Pass<'_, L> {
     /// Queries as `Dots` reads them.
     pub(super) fn pack_few(&self, tile: &Tile, work: &mut Work<'_>) {
         let row = &mut work.stage[..self.job.problem.head_dim];
+        let queries = &mut work.queries[self.few_queries(tile)..];
         for i in 0..tile.rows {
             let (head, query) = self.row(tile.first + i);
             load_row(&self.job.q, [self.batch, head, query], row);
             if self.scale.negative {
                 row.iter_mut().for_each(|x| *x = -*x);
             }
-            pack_query(row, i, tile.rows, L::LANES, work.queries);
+            pack_query(row, i, tile.rows, L::LANES, queries);
         }
+    }
+
+    /// Where the queries of a tile begin.
+    fn few_queries(&self, tile: &Tile) -> usize {
+        tile.index * self.job.blocking.tile() * self.job.blocking.head_dim_padded
     }
 
     /// Products of the queries and a part of the keys, `s[key][lane]`.
     pub(super) fn few_products(&self, tile: &Tile, part: Keys, area: &mut [f32], queries: &[f32], s: &mut [f32]) {
-        let (rows, lanes) = (tile.rows, tile.lanes);
+        let (rows, lanes, queries) = (tile.rows, tile.lanes, &queries[self.few_queries(tile)..]);
         self.prefetch_first(&self.job.v, part.first, part.count);
         let mut done = 0;
         while done < part.count {
@@ -280,7 +290,7 @@ impl<L: Lanes> Pass<'_, L> {
                 self.l.vectorize(StreamedValues(Values { values, p, lanes, rows, alpha, o: &mut *o }));
                 count
             });
-            alpha = Some(&[1.0; MAX_LANES]);
+            alpha = Some(&ONES);
         }
     }
 

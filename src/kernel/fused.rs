@@ -270,15 +270,15 @@ impl<L: Lanes> Pass<'_, L> {
     fn block(&self, tiles: &mut [Tile], block: Keys, areas: &mut Areas<'_>) {
         let Areas { k, v, work, .. } = areas;
         let keep = self.job.problem.keep_first;
-        if let [tile] = &mut *tiles
-            && tile.few
-        {
-            let Some(part) = tile.part(block, keep) else { return };
+        for tile in tiles.iter_mut().filter(|tile| tile.few) {
+            let Some(part) = tile.part(block, keep) else { continue };
             let products = |queries: &[f32], s: &mut [f32]| self.few_products(tile, part, k, queries, s);
-            let Some(partial) = self.scores(tile, part, 0, work, products) else { return };
+            let Some(partial) = self.scores(tile, part, 0, work, products) else { continue };
             self.softmax(tile, part, work);
             self.few_values(tile, part, (partial, !tile.started), v, work);
             tile.started = true;
+        }
+        if tiles.iter().all(|tile| tile.few) {
             return;
         }
         let at = [self.batch, self.kv_head, block.first];
