@@ -45,7 +45,7 @@ fn caches(c: &mut Criterion) {
     }
     // One head alone is shared by the threads.
     shape::<f32>(&mut group, sizes(1, 1, 1, 65_536), &[1, 2]);
-    for seqlen_q in [1, 4, 16] {
+    for seqlen_q in [4, 16] {
         shape::<f32>(&mut group, sizes(32, 32, seqlen_q, 4096), &[1]);
         shape::<f32>(&mut group, sizes(32, 8, seqlen_q, 4096), &[1]);
     }
