@@ -87,6 +87,14 @@ fn narrow_bf16(from: &[f32], to: &mut [bf16]) {
     }
 }
 
+/// A bf16 is the upper half of an `f32`. (`half` converts one at a time, with a branch for NaN.)
+#[inline(always)]
+pub(crate) fn widen_bf16(from: &[bf16], to: &mut [f32]) {
+    for (x, y) in from.iter().zip(to) {
+        *y = f32::from_bits(u32::from(x.to_bits()) << 16);
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

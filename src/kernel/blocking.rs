@@ -87,6 +87,11 @@ impl<'a> Blocking<'a> {
         self.grid.seqlen_q <= DECODE_QUERIES
     }
 
+    /// Whether some item may count as decoding.
+    pub(crate) fn may_have_pieces(&self) -> bool {
+        self.grid.starts.is_some() || self.block_is_one_pass()
+    }
+
     /// Floats of the partial result of one pass: output, maximum and sum of every row.
     pub(crate) fn partial_len(&self) -> Option<usize> {
         (self.tiles() * self.tile()).checked_mul(self.head_dim_v_padded.checked_add(2)?)

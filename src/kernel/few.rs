@@ -9,7 +9,7 @@ use super::fused::{Keys, Pass};
 use super::lanes::{Lanes, MAX_LANES, Op};
 use super::operand::Operand;
 use super::pack::{load_row, load_rows, rows_in_place};
-use super::scratch::{Tile, Work};
+use super::scratch::{Areas, Tile, Work};
 use super::tile::{AllFinite, CarefulValues, Rows, Values, unroll};
 use crate::element::AnySlice;
 use crate::view::AnyHeads;
@@ -220,6 +220,19 @@ impl<L: Lanes> Pass<'_, L> {
                 row.iter_mut().for_each(|x| *x = -*x);
             }
             pack_query(row, i, tile.rows, L::LANES, queries);
+        }
+    }
+
+    /// One block of keys and values against all tiles.
+    pub(super) fn few_block(&self, tiles: &mut [Tile], block: Keys, areas: &mut Areas<'_>) {
+        let Areas { k, v, work, .. } = areas;
+        for tile in tiles {
+            let Some(part) = tile.part(block, self.job.problem.keep_first) else { continue };
+            let products = |queries: &[f32], s: &mut [f32]| self.few_products(tile, part, k, queries, s);
+            let Some(partial) = self.scores(tile, part, 0, work, products) else { continue };
+            self.softmax(tile, part, work);
+            self.few_values(tile, part, (partial, !tile.started), v, work);
+            tile.started = true;
         }
     }
 

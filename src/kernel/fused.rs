@@ -39,7 +39,7 @@ pub(crate) struct Job<'a> {
 /// How raw products become powers of two.
 pub(super) struct Scale {
     /// Factor of the scores before other rules; `None` if it is left to `c`.
-    pub(super) before: Option<f32>,
+    before: Option<f32>,
     /// Whether `c` stands for a negative scale, whose sign the queries then take.
     pub(super) negative: bool,
     /// `p = 2^(c * (score - max))`.
@@ -83,7 +83,7 @@ impl Tile {
     }
 
     /// Whether all rows may see all keys of a part, of which no window hides the first `keep`.
-    pub(super) fn sees_all(&self, part: Keys, keep: usize) -> bool {
+    fn sees_all(&self, part: Keys, keep: usize) -> bool {
         (self.all.0 <= part.first || keep == part.count) && part.first + part.count <= self.all.1
     }
 }
@@ -150,7 +150,7 @@ pub(super) struct Pass<'a, L> {
     pub(super) job: &'a Job<'a>,
     pub(super) batch: usize,
     pub(super) kv_head: usize,
-    pub(super) heads: Range<usize>,
+    heads: Range<usize>,
     queries: Range<usize>,
     pub(super) scale: Scale,
 }
@@ -268,19 +268,11 @@ impl<L: Lanes> Pass<'_, L> {
 
     /// One block of keys and values against all tiles.
     fn block(&self, tiles: &mut [Tile], block: Keys, areas: &mut Areas<'_>) {
+        if is_few(self.job.problem, self.batch) {
+            return self.few_block(tiles, block, areas);
+        }
         let Areas { k, v, work, .. } = areas;
         let keep = self.job.problem.keep_first;
-        for tile in tiles.iter_mut().filter(|tile| tile.few) {
-            let Some(part) = tile.part(block, keep) else { continue };
-            let products = |queries: &[f32], s: &mut [f32]| self.few_products(tile, part, k, queries, s);
-            let Some(partial) = self.scores(tile, part, 0, work, products) else { continue };
-            self.softmax(tile, part, work);
-            self.few_values(tile, part, (partial, !tile.started), v, work);
-            tile.started = true;
-        }
-        if tiles.iter().all(|tile| tile.few) {
-            return;
-        }
         let at = [self.batch, self.kv_head, block.first];
         let keys = load_rows(&self.job.k, at, block.count, 1, k);
         let mut values = BlockValues::new(load_rows(&self.job.v, at, block.count, L::LANES, v), block);
@@ -302,14 +294,14 @@ impl<L: Lanes> Pass<'_, L> {
     }
 
     /// Takes scores into the state of a tile, and makes them probabilities.
-    fn softmax(&self, tile: &Tile, part: Keys, work: &mut Work<'_>) {
+    pub(super) fn softmax(&self, tile: &Tile, part: Keys, work: &mut Work<'_>) {
         let state = self.state(tile, work.states);
         let (s, alpha) = (&mut work.s[..part.count * tile.lanes], &mut work.pair[..tile.lanes]);
         self.l.vectorize(Softmax { s, vectors: tile.vectors, c: self.scale.c, state, alpha });
     }
 
-    /// Scores as softmax takes them: `products(queries, s)`, then all rules, -inf where hidden, at `work.s[at..]`. `None` if mask and bias hide all of
-    /// them; else whether a key may be hidden from some row.
+    /// Scores as softmax takes them: `products(queries, s)`, then all rules, -inf where hidden, at `work.s[at..]`. `None` if mask
+    /// and bias hide all of them; else whether a key may be hidden from some row.
     pub(super) fn scores(
         &self,
         tile: &Tile,

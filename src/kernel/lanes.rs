@@ -2,6 +2,8 @@
 
 use half::{bf16, f16};
 
+use crate::element::widen_bf16;
+
 /// A level whose registers have lanes. A value of an implementing type is proof that the processor has what its methods use.
 ///
 /// Methods are for use inside [`Lanes::vectorize`]: elsewhere they work, but as calls.
@@ -68,9 +70,7 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     #[inline(always)]
     fn load_bf16(self, src: &[bf16]) -> Self::V {
         let mut lanes = [0.0; MAX_LANES];
-        for (x, from) in lanes.iter_mut().zip(&src[..Self::LANES]) {
-            *x = f32::from_bits(u32::from(from.to_bits()) << 16);
-        }
+        widen_bf16(&src[..Self::LANES], &mut lanes);
         self.load(&lanes)
     }
 

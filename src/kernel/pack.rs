@@ -3,7 +3,7 @@
 use half::{bf16, f16, slice::HalfFloatSliceExt};
 
 use super::tile::Rows;
-use crate::element::AnySlice;
+use crate::element::{AnySlice, widen_bf16};
 use crate::view::AnyHeads;
 
 /// A power of two times 4 KiB between rows puts all of them in one set of the L1 cache: such blocks are copied.
@@ -19,17 +19,17 @@ pub(crate) fn load_rows<'a>(
     area: &'a mut [f32],
 ) -> Rows<'a> {
     let [_, _, _, width] = heads.layout.shape;
-    let [_, _, stride, step] = heads.layout.strides;
+    let conflict = count > 1 && heads.layout.strides[2].is_multiple_of(SET_CONFLICT);
+    if let AnySlice::F32(data) = heads.data
+        && width % multiple == 0
+        && !conflict
+        && let Some(rows) = rows_in_place(data, heads, [batch, head, first], count)
+        && rows.count == count
+    {
+        return rows;
+    }
     if width == 0 || count == 0 {
         return Rows { data: &[], stride: 0, width: 0, count };
-    }
-    let in_one_run = heads.run(first, count) == count;
-    if let AnySlice::F32(data) = heads.data {
-        let unit = step == 1 || width == 1;
-        let apart = count == 1 || (stride >= width && stride % SET_CONFLICT != 0);
-        if unit && apart && in_one_run && width % multiple == 0 {
-            return Rows { data: &data[heads.offset([batch, head, first])..], stride, width, count };
-        }
     }
     let padded = width.next_multiple_of(multiple);
     for (i, row) in area.chunks_exact_mut(padded).take(count).enumerate() {
@@ -90,13 +90,5 @@ fn gather<T: Copy>(
         contiguous(&src[..row.len()], row);
     } else {
         row.iter_mut().enumerate().for_each(|(i, x)| *x = one(src[i * step]));
-    }
-}
-
-/// A bf16 is the upper half of an `f32`. (`half` converts one at a time, with a branch for NaN.)
-#[inline(always)]
-fn widen_bf16(from: &[bf16], to: &mut [f32]) {
-    for (x, y) in from.iter().zip(to) {
-        *y = f32::from_bits(u32::from(x.to_bits()) << 16);
     }
 }

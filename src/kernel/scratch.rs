@@ -79,7 +79,7 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking<'_>) -> Option<[usize; PARTS
         (tile, block_k),
         (tile, widest),
         (tile, 2),
-        (1, blocking.partial_len()?),
+        (if blocking.may_have_pieces() { 1 } else { 0 }, blocking.partial_len()?),
     ];
     let mut sizes = [0; PARTS];
     for (size, (count, width)) in sizes.iter_mut().zip(factors) {

@@ -78,8 +78,8 @@ impl Workspace {
         let work = pairs.saturating_mul((problem.head_dim.saturating_add(problem.head_dim_v)) as u64);
         let pool = if work < SERIAL_BELOW { 1 } else { parallel::current_threads() };
         let mut prepared = Prepared { problem, blocking: cut, level, threads: 1, pairs, pieces: 1 };
-        let few = (1..BLOCKS_PER_THREAD * pool).contains(&self.tasks.len());
-        if pool > 1 && few && weights.is_none() && cut.block_is_one_pass() {
+        let short_of_blocks = (1..BLOCKS_PER_THREAD * pool).contains(&self.tasks.len());
+        if pool > 1 && short_of_blocks && weights.is_none() && cut.block_is_one_pass() {
             prepared.pieces = (0..problem.batch).map(|batch| blocking::pieces(&problem, batch).1).max().unwrap_or(1);
         }
         let tasks = self.tasks.len() * prepared.pieces;
