@@ -36,6 +36,7 @@
 //! # Ok::<(), polyhead::Error>(())
 //! ```
 
+mod any;
 mod block_table;
 mod in_place;
 mod paged;
@@ -43,6 +44,7 @@ mod pool;
 mod ring;
 mod store;
 
+pub use any::{Cache, PagedSequences};
 pub use block_table::{BlockTable, PagedBatch};
 pub use in_place::KvCache;
 pub use paged::{PagedCache, SequenceId};

@@ -104,6 +104,41 @@ pub enum Error {
     },
     /// No sequence of this cache has the id, or none has it any more.
     UnknownSequence,
+    /// A tensor of a state dict has another shape than the layer's.
+    TensorShape {
+        /// Its name, prefix included.
+        name: String,
+        /// The shape that the layer has.
+        expected: Vec<usize>,
+        /// The shape that was found.
+        actual: Vec<usize>,
+    },
+    /// A state dict lacks a tensor.
+    MissingTensor {
+        /// Its name, prefix included.
+        name: String,
+        /// The shape that the layer has; empty if any would do.
+        expected: Vec<usize>,
+    },
+    /// A state dict has a tensor, under the layer's prefix, that the layer has no use for.
+    UnexpectedTensor {
+        /// Its name, prefix included.
+        name: String,
+        /// Its shape.
+        shape: Vec<usize>,
+    },
+    /// A tensor is of a type that is neither `f32`, `f16` nor `bf16`.
+    TensorType {
+        /// Its name, prefix included.
+        name: String,
+        /// Its type.
+        actual: String,
+    },
+    /// A checkpoint is not what its format says.
+    Checkpoint {
+        /// What the format's own library has to say.
+        reason: String,
+    },
 }
 
 impl fmt::Display for Error {
@@ -140,6 +175,18 @@ impl fmt::Display for Error {
                 write!(f, "token {needed} is needed and has been overwritten, the oldest left is {oldest}")
             }
             Self::UnknownSequence => write!(f, "the cache has no sequence of this id"),
+            Self::TensorShape { name, expected, actual } => {
+                write!(f, "tensor {name} has shape {actual:?}, expected {expected:?}")
+            }
+            Self::MissingTensor { name, expected } if expected.is_empty() => write!(f, "tensor {name} is missing"),
+            Self::MissingTensor { name, expected } => write!(f, "tensor {name} of shape {expected:?} is missing"),
+            Self::UnexpectedTensor { name, shape } => {
+                write!(f, "tensor {name} of shape {shape:?} is not one of this layer's")
+            }
+            Self::TensorType { name, actual } => {
+                write!(f, "tensor {name} has type {actual}, expected f32, f16 or bf16")
+            }
+            Self::Checkpoint { reason } => write!(f, "the checkpoint cannot be read: {reason}"),
         }
     }
 }

@@ -35,9 +35,12 @@
 )]
 
 mod element;
+mod packed;
 mod skinny;
 
 pub use element::GemmElement;
+pub(crate) use packed::gemm_packed_columns;
+pub use packed::{PackedMatrix, gemm_packed};
 
 use crate::view::Layout;
 use crate::{Error, Matrices, MatricesMut, Matrix, MatrixMut, Result, parallel};

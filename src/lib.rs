@@ -34,6 +34,7 @@ mod element;
 mod error;
 pub mod gemm;
 mod kernel;
+pub mod layer;
 mod level;
 mod mask;
 mod multi_head;

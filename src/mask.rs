@@ -99,6 +99,23 @@ impl<'a> Mask<'a> {
         Ok(Self { view: right_aligned(view)?, attend: false })
     }
 
+    /// A mask of keys, (batch, seqlen_k), for every head and query; `true` is seen.
+    pub fn attend_keys(view: View<'a, bool, 2>) -> Self {
+        Self { view: of_keys(view), attend: true }
+    }
+
+    /// A mask of keys, (batch, seqlen_k), for every head and query; `true` is hidden: PyTorch's `key_padding_mask`.
+    ///
+    /// ```
+    /// use polyhead::{Mask, Matrix};
+    /// let padding = [false, false, true, false, true, true];
+    /// assert_eq!(Mask::ignore_keys(Matrix::contiguous(&padding, [2, 3])?).shape(), [2, 1, 1, 3]);
+    /// # Ok::<(), polyhead::Error>(())
+    /// ```
+    pub fn ignore_keys(view: View<'a, bool, 2>) -> Self {
+        Self { view: of_keys(view), attend: false }
+    }
+
     /// Sizes of the four axes (batch, heads, seqlen_q, seqlen_k).
     pub fn shape(&self) -> [usize; 4] {
         self.view.shape()
@@ -107,6 +124,14 @@ impl<'a> Mask<'a> {
     /// Checked against, and broadcast to, the shape of the scores.
     pub(crate) fn broadcast(&self, scores: [usize; 4]) -> Result<Broadcast<'a, bool>> {
         Broadcast::new("mask", self.view, scores)
+    }
+
+    /// The same rule over another view, which `change` makes of this one and the value that lets a key be seen.
+    pub(crate) fn with_view<'b>(
+        self,
+        change: impl FnOnce(View<'a, bool, 4>, bool) -> Result<View<'b, bool, 4>>,
+    ) -> Result<Mask<'b>> {
+        Ok(Mask { view: change(self.view, self.attend)?, attend: self.attend })
     }
 
     /// The value that lets a key be seen.
@@ -140,15 +165,33 @@ impl<'a> Bias<'a> {
         Ok(Self { view: right_aligned(view)? })
     }
 
+    /// A bias of keys, (batch, seqlen_k), for every head and query.
+    pub fn of_keys(view: View<'a, f32, 2>) -> Self {
+        Self { view: of_keys(view) }
+    }
+
     /// Sizes of the four axes (batch, heads, seqlen_q, seqlen_k).
     pub fn shape(&self) -> [usize; 4] {
         self.view.shape()
+    }
+
+    /// The values of another view, which `change` makes of this one.
+    pub(crate) fn with_view<'b>(
+        self,
+        change: impl FnOnce(View<'a, f32, 4>) -> Result<View<'b, f32, 4>>,
+    ) -> Result<Bias<'b>> {
+        Ok(Bias { view: change(self.view)? })
     }
 
     /// Checked against, and broadcast to, the shape of the scores.
     pub(crate) fn broadcast(&self, scores: [usize; 4]) -> Result<Broadcast<'a, f32>> {
         Broadcast::new("bias", self.view, scores)
     }
+}
+
+fn of_keys<T: Copy>(view: View<'_, T, 2>) -> View<'_, T, 4> {
+    let ([batch, keys], [item, key]) = (view.shape(), view.strides());
+    view.reshaped([batch, 1, 1, keys], [item, 0, 0, key])
 }
 
 fn right_aligned<T: Copy, const N: usize>(view: View<'_, T, N>) -> Result<View<'_, T, 4>> {

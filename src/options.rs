@@ -34,8 +34,8 @@ pub struct Options<'a> {
     pub(crate) window: Option<Window>,
     pub(crate) keep_first: usize,
     pub(crate) key_lengths: Option<&'a [usize]>,
-    pub(crate) mask: Option<Mask<'a>>,
-    pub(crate) bias: Option<Bias<'a>>,
+    pub(crate) masks: [Option<Mask<'a>>; 2],
+    pub(crate) biases: [Option<Bias<'a>>; 2],
     pub(crate) alibi: Option<(&'a [f32], Diagonal)>,
     pub(crate) softcap: Option<f32>,
     pub(crate) sinks: Option<&'a [f32]>,
@@ -83,13 +83,27 @@ impl<'a> Options<'a> {
 
     /// A boolean mask.
     pub fn mask(mut self, mask: Mask<'a>) -> Self {
-        self.mask = Some(mask);
+        self.masks[0] = Some(mask);
+        self
+    }
+
+    /// A second boolean mask: a key is seen only if both allow it. Such as one of the keys of each sequence
+    /// ([`Mask::ignore_keys`]) beside one of queries and keys.
+    pub fn and_mask(mut self, mask: Mask<'a>) -> Self {
+        self.masks[1] = Some(mask);
         self
     }
 
     /// A bias added to the scores.
     pub fn bias(mut self, bias: Bias<'a>) -> Self {
-        self.bias = Some(bias);
+        self.biases[0] = Some(bias);
+        self
+    }
+
+    /// A second bias, added to the first one. A key is hidden if either of them is -inf there; the sum of two finite biases hides
+    /// nothing.
+    pub fn and_bias(mut self, bias: Bias<'a>) -> Self {
+        self.biases[1] = Some(bias);
         self
     }
 

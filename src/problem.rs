@@ -24,9 +24,9 @@ pub(crate) struct Problem<'a> {
     /// Positive and finite.
     pub(crate) softcap: Option<f32>,
     /// At the shape of the scores, with the value that lets a key be seen.
-    pub(crate) mask: Option<(Broadcast<'a, bool>, bool)>,
+    masks: [Option<(Broadcast<'a, bool>, bool)>; 2],
     /// At the shape of the scores.
-    pub(crate) bias: Option<Broadcast<'a, f32>>,
+    biases: [Option<Broadcast<'a, f32>>; 2],
     /// One finite slope for each query head.
     pub(crate) alibi: Option<(&'a [f32], Diagonal)>,
     /// One logit for each query head, finite or -inf.
@@ -82,8 +82,11 @@ impl<'a> Problem<'a> {
             return Err(Error::HeadGroups { num_heads, num_kv_heads });
         }
         let scores = [batch, num_heads, seqlen_q, seqlen_k];
-        let mask = options.mask.map(|mask| Ok((mask.broadcast(scores)?, mask.attend_value()))).transpose()?;
-        let bias = options.bias.map(|bias| bias.broadcast(scores)).transpose()?;
+        let (mut masks, mut biases) = ([None; 2], [None; 2]);
+        for i in 0..2 {
+            masks[i] = options.masks[i].map(|mask| Ok((mask.broadcast(scores)?, mask.attend_value()))).transpose()?;
+            biases[i] = options.biases[i].map(|bias| bias.broadcast(scores)).transpose()?;
+        }
         Ok(Self {
             batch,
             num_heads,
@@ -96,8 +99,8 @@ impl<'a> Problem<'a> {
             head_dim_v: v_shape[3],
             softmax_scale: checked_scale(options.softmax_scale, head_dim)?,
             softcap: checked_softcap(options.softcap)?,
-            mask,
-            bias,
+            masks,
+            biases,
             alibi: checked_alibi(options.alibi, num_heads)?,
             sinks: checked_sinks(options.sinks, num_heads)?,
             key_lengths: checked_key_lengths(options.key_lengths, batch, |_| seqlen_k)?,
@@ -158,8 +161,18 @@ impl<'a> Problem<'a> {
         let (lo, hi) = self.band(batch).range(query);
         key < hi
             && (key >= lo || key < self.keep_first)
-            && self.mask.is_none_or(|(mask, attend)| mask.get(index) == attend)
-            && self.bias.is_none_or(|bias| bias.get(index) != f32::NEG_INFINITY)
+            && self.masks().all(|(mask, attend)| mask.get(index) == *attend)
+            && self.biases().all(|bias| bias.get(index) != f32::NEG_INFINITY)
+    }
+
+    /// The masks, each with the value that lets a key be seen.
+    pub(crate) fn masks(&self) -> impl Iterator<Item = &(Broadcast<'a, bool>, bool)> {
+        self.masks.iter().flatten()
+    }
+
+    /// The biases.
+    pub(crate) fn biases(&self) -> impl Iterator<Item = &Broadcast<'a, f32>> {
+        self.biases.iter().flatten()
     }
 }
 
@@ -180,13 +193,13 @@ pub(crate) fn packed_len<const N: usize>(operand: &'static str, shape: [usize; N
 }
 
 /// That a shape is the expected one.
-pub(crate) fn check_shape(
+pub(crate) fn check_shape<const N: usize>(
     operand: &'static str,
-    expected: [usize; 4],
-    actual: [usize; 4],
-    axes: [&'static str; 4],
+    expected: [usize; N],
+    actual: [usize; N],
+    axes: [&'static str; N],
 ) -> Result<()> {
-    match (0..4).find(|&axis| expected[axis] != actual[axis]) {
+    match (0..N).find(|&axis| expected[axis] != actual[axis]) {
         None => Ok(()),
         Some(i) => Err(Error::Shape { operand, axis: axes[i], expected: expected[i], actual: actual[i] }),
     }

@@ -1,12 +1,13 @@
 //! Strided views over slices: where bounds are checked, once, so that nothing behind needs to.
 
 mod blocks;
+mod reshape;
 mod rows;
 mod sequences;
 
 pub(crate) use blocks::{Grid, OutputBlocks, RowSink, WeightsOut};
 pub(crate) use rows::{RowBlock, RowBlocks};
-pub(crate) use sequences::{AnyHeads, Lengths};
+pub(crate) use sequences::{AnyHeads, Lengths, check_starts};
 pub use sequences::{Paged, Ragged, Sequences};
 
 use crate::{Error, Result};

@@ -54,7 +54,7 @@ impl Scale {
     fn new(problem: &Problem<'_>) -> Self {
         const LOG2_E: f64 = core::f64::consts::LOG2_E;
         let scale = problem.softmax_scale;
-        let additive = problem.softcap.is_some() || problem.alibi.is_some() || problem.bias.is_some();
+        let additive = problem.softcap.is_some() || problem.alibi.is_some() || problem.biases().next().is_some();
         let moderate = (2f32.powi(-60)..2f32.powi(60)).contains(&scale.abs());
         if additive || !moderate {
             Self { before: Some(scale), negative: false, c: LOG2_E as f32, natural: 1.0 }

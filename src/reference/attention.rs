@@ -183,11 +183,11 @@ fn sees(problem: &Problem<'_>, index: [usize; 4]) -> bool {
             return false;
         }
     }
-    if problem.mask.is_some_and(|(mask, attend)| mask.get(index) != attend) {
+    if problem.masks().any(|&(mask, attend)| mask.get(index) != attend) {
         return false;
     }
     // A finite bias, however negative, hides nothing; nor does NaN.
-    problem.bias.is_none_or(|bias| bias.get(index) != f32::NEG_INFINITY)
+    problem.biases().all(|bias| bias.get(index) != f32::NEG_INFINITY)
 }
 
 /// Softcap, ALiBi and bias, in this order, on a scaled score.
@@ -200,10 +200,7 @@ fn modified(problem: &Problem<'_>, mut score: f64, index: [usize; 4]) -> f64 {
         let distance = (position(problem, diagonal, b, i) - j as i128).abs();
         score -= f64::from(slopes[h]) * distance as f64;
     }
-    if let Some(bias) = problem.bias {
-        score += f64::from(bias.get(index));
-    }
-    score
+    score + problem.biases().map(|bias| f64::from(bias.get(index))).sum::<f64>()
 }
 
 /// Writes the weights of a row of scores, of which `None` is hidden, and returns its LSE.

@@ -56,16 +56,8 @@ impl<'a, T: Element> Ragged<'a, T> {
         if batch != 1 {
             return Err(Error::Shape { operand: "ragged", axis: "batch", expected: 1, actual: batch });
         }
-        let wrong = |expected, actual: usize| Err(Error::Value { option: "starts", expected, actual: actual as f64 });
-        match (starts.first(), starts.last()) {
-            (Some(0), Some(&last)) if last == total => {}
-            (Some(0), Some(&last)) => return wrong("the number of rows at the end", last),
-            (first, _) => return wrong("0 at the beginning", first.copied().unwrap_or(0)),
-        }
-        match starts.windows(2).find(|pair| pair[0] > pair[1]) {
-            Some(pair) => wrong("no smaller than the one before", pair[1]),
-            None => Ok(Self { rows, starts }),
-        }
+        check_starts(total, starts)?;
+        Ok(Self { rows, starts })
     }
 
     /// Packed (rows, heads, dim), FlashAttention's layout.
@@ -74,6 +66,20 @@ impl<'a, T: Element> Ragged<'a, T> {
     /// As [`new`](Self::new), and [`Error::Length`] if the slice's length is not the product of `shape`.
     pub fn packed(data: &'a [T], [rows, heads, dim]: [usize; 3], starts: &'a [usize]) -> Result<Self> {
         Self::new(Heads::bshd(data, [1, rows, heads, dim])?, starts)
+    }
+}
+
+/// That sequences of `total` rows begin at `starts`.
+pub(crate) fn check_starts(total: usize, starts: &[usize]) -> Result<()> {
+    let wrong = |expected, actual: usize| Err(Error::Value { option: "starts", expected, actual: actual as f64 });
+    match (starts.first(), starts.last()) {
+        (Some(0), Some(&last)) if last == total => {}
+        (Some(0), Some(&last)) => return wrong("the number of rows at the end", last),
+        (first, _) => return wrong("0 at the beginning", first.copied().unwrap_or(0)),
+    }
+    match starts.windows(2).find(|pair| pair[0] > pair[1]) {
+        Some(pair) => wrong("no smaller than the one before", pair[1]),
+        None => Ok(()),
     }
 }
 

@@ -86,21 +86,6 @@ fn any_layout_ignores_strides_of_axes_of_one() {
     }
 }
 
-/// Runs with options and gives the output.
-fn output(call: &Call, options: &Options<'_>) -> Vec<f32> {
-    let s = &call.shape;
-    let mut out = vec![f32::NAN; s.batch * s.num_heads * s.seqlen_q * s.head_dim_v];
-    multi_head(
-        &Heads::bhsd(&call.q, [s.batch, s.num_heads, s.seqlen_q, s.head_dim]).expect("packed"),
-        &Heads::bhsd(&call.k, [s.batch, s.num_kv_heads, s.seqlen_k, s.head_dim]).expect("packed"),
-        &Heads::bhsd(&call.v, [s.batch, s.num_kv_heads, s.seqlen_k, s.head_dim_v]).expect("packed"),
-        HeadsMut::bhsd(&mut out, [s.batch, s.num_heads, s.seqlen_q, s.head_dim_v]).expect("packed"),
-        options,
-    )
-    .expect("a valid call");
-    out
-}
-
 /// A23, A24: masks and biases of one to four axes, transposed, with gaps, broadcast by size 1 or by stride 0, of any polarity.
 #[test]
 fn any_layout_of_masks_and_biases() {
@@ -133,16 +118,16 @@ fn any_layout_of_masks_and_biases() {
         let packed = |level| Options::new().level(level);
         for &level in levels() {
             let view = |data| Mask::attend(View::contiguous(data, [b, h, l, s]).unwrap()).unwrap();
-            let expected = output(&call, &packed(level).mask(view(&copy)));
+            let expected = call.output(&packed(level).mask(view(&copy)));
             let strided = Mask::attend(View::with_strides(&bools, shape, strides).unwrap()).unwrap();
             let context = format!("{shape:?} {strides:?} on {}", level.name());
-            assert_same_bits(&output(&call, &packed(level).mask(strided)), &expected, &context);
+            assert_same_bits(&call.output(&packed(level).mask(strided)), &expected, &context);
             let ignore = Mask::ignore(View::with_strides(&flipped, shape, strides).unwrap()).unwrap();
-            assert_same_bits(&output(&call, &packed(level).mask(ignore)), &expected, &context);
+            assert_same_bits(&call.output(&packed(level).mask(ignore)), &expected, &context);
             let bias = Bias::new(View::contiguous(&copied, [b, h, l, s]).unwrap()).unwrap();
-            let expected = output(&call, &packed(level).bias(bias));
+            let expected = call.output(&packed(level).bias(bias));
             let bias = Bias::new(View::with_strides(&floats, shape, strides).unwrap()).unwrap();
-            assert_same_bits(&output(&call, &packed(level).bias(bias)), &expected, &context);
+            assert_same_bits(&call.output(&packed(level).bias(bias)), &expected, &context);
         }
     }
 }
@@ -154,7 +139,7 @@ fn any_layout_of_masks_is_aligned_at_the_right() {
     let call = Call::random(shape([b, h, h, l, s, 6, 4]), ALL_F32, &mut Rng::new(95));
     let bools = Rng::new(96).bools(h * l * s, 0.7);
     for &level in levels() {
-        let run = |mask: polyhead::Result<Mask<'_>>| output(&call, &Options::new().level(level).mask(mask.unwrap()));
+        let run = |mask: polyhead::Result<Mask<'_>>| call.output(&Options::new().level(level).mask(mask.unwrap()));
         let four = |shape: [usize; 4]| run(Mask::attend(View::with_strides(&bools, shape, [0, l * s, s, 1]).unwrap()));
         let one = run(Mask::attend(View::<_, 1>::contiguous(&bools[..s], [s]).unwrap()));
         assert_same_bits(&one, &four([1, 1, 1, s]), "one axis");

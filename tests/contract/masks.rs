@@ -1,7 +1,7 @@
-use polyhead::{Diagonal, Shape, Window};
+use polyhead::{Bias, Diagonal, Mask, Matrix, Options, Shape, View, Window};
 
 use crate::oracle::{ALL_F32, BiasTable, Call, MaskTable, Opts, Places, Results, TYPES, Wanted, shape, table_shape};
-use crate::support::{Rng, assert_all_close, levels};
+use crate::support::{Rng, assert_all_close, assert_same_bits, levels};
 
 /// Some of the five things that hide keys, by the bits of `set`.
 fn hiding(set: usize, s: &Shape, diagonal: Diagonal, rng: &mut Rng) -> Opts {
@@ -244,6 +244,51 @@ fn causality_names_its_corner_per_sequence() {
             for &level in levels() {
                 call.check(level, &expected, "lengths");
             }
+        }
+    }
+}
+
+/// Two masks and two biases are what one of each says that was joined by hand: -inf hides whatever the other bias holds, and two
+/// finite biases never hide, however negative their sum (A03).
+#[test]
+fn masks_combine_by_and_two_of_each() {
+    let (b, h, l, s) = (2, 2, 21, 150);
+    let mut rng = Rng::new(13);
+    let call = Call::random(shape([b, h, 1, l, s, 8, 8]), ALL_F32, &mut rng);
+    let [plane, keys] = [l * s, b * s].map(|n| rng.bools(n, 0.8));
+    let mut bias = |n: usize| -> Vec<f32> {
+        let special = [f32::NEG_INFINITY, f32::MIN, 3.0];
+        (0..n).map(|i| if rng.chance(0.3) { special[i % 3] } else { rng.normal() }).collect()
+    };
+    let [plane_bias, key_bias] = [l * s, b * s].map(&mut bias);
+    let joined: Vec<bool> = (0..b * l * s).map(|x| plane[x % (l * s)] && !keys[x / s / l * s + x % s]).collect();
+    let sum = |x: f32, y: f32| if x.min(y) == f32::NEG_INFINITY { x.min(y) } else { (x + y).max(f32::MIN) };
+    let joined_bias: Vec<f32> =
+        (0..b * l * s).map(|x| sum(plane_bias[x % (l * s)], key_bias[x / s / l * s + x % s])).collect();
+
+    let plane = Mask::attend(Matrix::contiguous(&plane, [l, s]).unwrap()).unwrap();
+    let keys = Mask::ignore_keys(Matrix::contiguous(&keys, [b, s]).unwrap());
+    let plane_bias = Bias::new(Matrix::contiguous(&plane_bias, [l, s]).unwrap()).unwrap();
+    let key_bias = Bias::of_keys(Matrix::contiguous(&key_bias, [b, s]).unwrap());
+    let joined = Mask::attend(View::contiguous(&joined, [b, 1, l, s]).unwrap()).unwrap();
+    let joined_bias = Bias::new(View::contiguous(&joined_bias, [b, 1, l, s]).unwrap()).unwrap();
+    let none = Options::new();
+    let cases = [
+        (none.mask(plane).and_mask(keys), none.mask(joined)),
+        (none.and_mask(keys).mask(plane), none.and_mask(joined)),
+        (none.bias(plane_bias).and_bias(key_bias), none.bias(joined_bias)),
+        (none.mask(plane).and_mask(keys).bias(plane_bias).and_bias(key_bias), none.mask(joined).bias(joined_bias)),
+        (none.and_mask(keys).and_bias(key_bias).bias(plane_bias).mask(plane), none.and_bias(joined_bias).mask(joined)),
+    ];
+    for (at, (two, one)) in cases.iter().enumerate() {
+        let [by_two, by_one] = [two, one].map(|options| call.reference_output(options));
+        assert_all_close(&by_two, &by_one, 1e-6, 1e-6, format_args!("case {at} by the reference"));
+        for &level in levels() {
+            let run = |options: &Options<'_>| call.output(&options.level(level));
+            let by_level = run(two);
+            let context = format!("case {at} on {}", level.name());
+            assert_same_bits(&by_level, &run(one), &context);
+            assert_all_close(&by_level, &by_two, 1e-5, 1e-5, &context);
         }
     }
 }

@@ -7,7 +7,7 @@ mod tolerance;
 use core::fmt::Display;
 
 use half::{bf16, f16};
-use polyhead::{Element, Heads, Level, Outputs, Shape, multi_head_with, reference};
+use polyhead::{Element, Heads, HeadsMut, Level, Options, Outputs, Shape, multi_head, multi_head_with, reference};
 
 use crate::support::{Arrangement, Bits, PoisonedInput, PoisonedOutput, Rng, assert_same_bits, is_close};
 pub(crate) use options::{BiasTable, MaskTable, Opts, table_shape};
@@ -228,16 +228,32 @@ impl Call {
         Expected::new(self)
     }
 
+    /// Packed output with options that the call's own do not say.
+    pub(crate) fn output(&self, options: &Options<'_>) -> Vec<f32> {
+        let ([q, k, v], out_shape) = self.packed_operands();
+        let mut out = vec![f32::NAN; out_shape.iter().product()];
+        multi_head(&q, &k, &v, HeadsMut::bhsd(&mut out, out_shape).expect("packed"), options).expect("a valid call");
+        out
+    }
+
+    /// As [`output`](Self::output), by the reference.
+    pub(crate) fn reference_output(&self, options: &Options<'_>) -> Vec<f64> {
+        let ([q, k, v], _) = self.packed_operands();
+        reference::multi_head(&q, &k, &v, options).expect("a valid call").out
+    }
+
+    fn packed_operands(&self) -> ([Heads<'_, f32>; 3], [usize; 4]) {
+        let s = &self.shape;
+        let [q, k, v] = [(&self.q, q_shape(s)), (&self.k, k_shape(s)), (&self.v, v_shape(s))]
+            .map(|(data, shape)| Heads::bhsd(data, shape).expect("packed"));
+        ([q, k, v], [s.batch, s.num_heads, s.seqlen_q, s.head_dim_v])
+    }
+
     pub(crate) fn reference(&self) -> reference::Attention {
-        let heads = |data, shape| Heads::bhsd(data, shape).expect("packed");
+        let [q, k, v] = self.packed_operands().0;
         self.options.with(|options| {
-            reference::multi_head(
-                &heads(&self.q, q_shape(&self.shape)),
-                &heads(&self.k, k_shape(&self.shape)),
-                &heads(&self.v, v_shape(&self.shape)),
-                options,
-            )
-            .unwrap_or_else(|error| panic!("{error}: {:?} {:?}", self.shape, self.options))
+            reference::multi_head(&q, &k, &v, options)
+                .unwrap_or_else(|error| panic!("{error}: {:?} {:?}", self.shape, self.options))
         })
     }
 
