@@ -4,12 +4,15 @@
 //! cargo run --release --example quickstart
 //! ```
 //!
-//! Takes the queries, keys and values of one layer of a real sentence model (all-MiniLM-L6-v2, 12 heads of 32), runs
-//! them through [`MultiHead`], compares the result with PyTorch's, times it, and then looks at what the heads attend
-//! to: as a table here, and as heat maps in `attention_heads.svg`. The same numbers seen as *one* head of 384 stand
-//! beside it.
+//! First the example of PyTorch's documentation, `nn.MultiheadAttention(512, 8)`, with PyTorch's own weights and output.
+//!
+//! Then the heads of a model: the queries, keys and values of one layer of a real sentence model (all-MiniLM-L6-v2, 12
+//! heads of 32) go through [`MultiHead`]; the result is compared with PyTorch's and timed, and then comes what the heads
+//! attend to: as a table here, and as heat maps in `attention_heads.svg`. The same numbers seen as *one* head of 384
+//! stand beside it.
 
 mod heads;
+mod layer;
 mod minilm;
 mod picture;
 
@@ -43,6 +46,7 @@ fn main() -> ExitCode {
 }
 
 fn quickstart() -> Result<(), Box<dyn Error>> {
+    layer::show()?;
     let model = MiniLm::load()?;
     let MiniLm { batch, seqlen, num_heads, layer, .. } = model;
     println!("layer {layer} of all-MiniLM-L6-v2: {batch} sentences of up to {seqlen} tokens, {num_heads} heads\n");
@@ -97,13 +101,17 @@ fn attend(model: &MiniLm, num_heads: usize) -> polyhead::Result<Attention> {
         plan.run(&q, &k, &v, HeadsMut::bshd(&mut out, layout)?)?;
         *time = start.elapsed();
     }
-    times.sort_unstable();
 
     // Once more with the attention weights, which a plain run never has in memory.
     let mut weights = vec![0.0f32; batch * num_heads * seqlen * seqlen];
     let weights_view = HeadsMut::bhsd(&mut weights, [batch, num_heads, seqlen, seqlen])?;
     plan.run_with(&q, &k, &v, Outputs::new(HeadsMut::bshd(&mut out, layout)?).weights(weights_view))?;
-    Ok(Attention { out, weights, explanation: plan.explain(), median: times[REPEATS / 2] })
+    Ok(Attention { out, weights, explanation: plan.explain(), median: median(&mut times) })
+}
+
+fn median(times: &mut [Duration]) -> Duration {
+    times.sort_unstable();
+    times[times.len() / 2]
 }
 
 /// Compares with what PyTorch computed in float64.

@@ -56,7 +56,8 @@ impl MiniLm {
     }
 }
 
-fn numbers<T>(
+/// Elements of a tensor of this type.
+pub(crate) fn numbers<T>(
     tensors: &SafeTensors<'_>,
     name: &str,
     dtype: Dtype,

@@ -43,9 +43,10 @@ fn configs_that_mean_nothing() {
 #[test]
 fn weights_that_do_not_fit() {
     let data = [0.0f32; 64];
-    let matrix = |shape| Matrix::contiguous(&data[..shape[0] * shape[1]], shape).unwrap();
+    let matrix = |shape: [usize; 2]| Matrix::contiguous(&data[..shape[0] * shape[1]], shape).unwrap();
     let good = [matrix([8, 8]); 4];
-    let new = |w: [Matrix<'_, f32>; 4]| MultiHeadAttention::new(Config::new(8, 2), &Weights::new(w[0], w[1], w[2], w[3]));
+    let new =
+        |w: [Matrix<'_, f32>; 4]| MultiHeadAttention::new(Config::new(8, 2), &Weights::new(w[0], w[1], w[2], w[3]));
     assert!(new(good).is_ok());
     for (i, operand) in ["query weight", "key weight", "value weight", "output weight"].into_iter().enumerate() {
         let mut wrong = good;
@@ -120,7 +121,7 @@ fn nothing_is_written_on_an_error() {
     let layer = layer();
     let [q, k, v] = [tokens(2, 3, 8), tokens(2, 5, 6), tokens(2, 5, 4)];
     let inputs = Inputs::new(q.view(), k.view(), v.view());
-    let mut run = |out_shape: [usize; 3], weights_shape: [usize; 4], options: &Options<'_>| {
+    let run = |out_shape: [usize; 3], weights_shape: [usize; 4], options: &Options<'_>| {
         let mut out = vec![7.0f32; out_shape.iter().product()];
         let mut weights = vec![7.0f32; weights_shape.iter().product()];
         let outputs = Outputs::new(MatricesMut::contiguous(&mut out, out_shape).unwrap());
@@ -179,8 +180,12 @@ fn checkpoints_that_do_not_fit() {
     let tensor = |shape: &[usize]| Tensor { shape: shape.to_vec(), data: vec![0.0f32; shape.iter().product()] };
     let with = |changes: &[(&str, Option<&[usize]>)]| {
         let mut state = StateDict::new();
-        let good: [(&str, &[usize]); 4] =
-            [("in_proj_weight", &[24, 8]), ("in_proj_bias", &[24]), ("out_proj.weight", &[8, 8]), ("out_proj.bias", &[8])];
+        let good: [(&str, &[usize]); 4] = [
+            ("in_proj_weight", &[24, 8]),
+            ("in_proj_bias", &[24]),
+            ("out_proj.weight", &[8, 8]),
+            ("out_proj.bias", &[8]),
+        ];
         for (name, shape) in good {
             if !changes.iter().any(|(changed, _)| *changed == name) {
                 state.insert(format!("a.{name}"), tensor(shape));
@@ -262,7 +267,7 @@ fn keras_checkpoints_that_do_not_fit() {
 #[test]
 fn inputs_without_elements() {
     let layer = Naive::<f32>::random([8; 4], [2, 2], [4, 4], &mut Rng::new(4)).layer(levels()[0]);
-    let none = Matrices::contiguous(&[], [0, 4, 8]).unwrap();
+    let none = Matrices::<f32>::contiguous(&[], [0, 4, 8]).unwrap();
     assert_eq!(layer.forward(&Inputs::self_attention(none), &Options::new()), Ok(vec![]));
     let huge = Matrices::with_strides(&[1.0f32; 8], [usize::MAX / 8, 1 << 40, 8], [0, 0, 1]).unwrap();
     let error = layer.forward(&Inputs::self_attention(huge), &Options::new()).unwrap_err();

@@ -109,8 +109,8 @@ impl<T: Element> Naive<T> {
 
     pub(crate) fn try_layer(&self, config: Config) -> polyhead::Result<MultiHeadAttention<T>> {
         let inputs = [self.widths[0], self.widths[1], self.widths[2], self.num_heads * self.head_dim_v];
-        let [q, k, v, o] = [0, 1, 2, 3]
-            .map(|i| Matrix::contiguous(&self.weights[i], [self.outputs()[i], inputs[i]]).expect("packed"));
+        let [q, k, v, o] =
+            [0, 1, 2, 3].map(|i| Matrix::contiguous(&self.weights[i], [self.outputs()[i], inputs[i]]).expect("packed"));
         let [qb, kb, vb, ob] = self.biases.each_ref().map(Option::as_deref);
         let mut weights = Weights::new(q, k, v, o).biases(qb, kb, vb, ob);
         if let Some([key, value]) = &self.bias_kv {

@@ -356,7 +356,13 @@ fn inputs_and_outputs_of_other_types() {
         let outputs = Outputs::new(MatricesMut::contiguous(&mut out, x.shape).unwrap());
         let outputs = outputs.averaged_weights(HeadsMut::bhsd(&mut weights, [2, 1, 9, 9]).unwrap());
         layer.forward_into(&inputs, outputs, &Options::new(), &mut Workspace::new()).unwrap();
-        assert_all_close(&weights.chunks(9).map(|row| row.iter().sum()).collect::<Vec<f32>>(), &[1.0; 18], 1e-5, 0.0, "");
+        assert_all_close(
+            &weights.chunks(9).map(|row| row.iter().sum()).collect::<Vec<f32>>(),
+            &[1.0; 18],
+            1e-5,
+            0.0,
+            "",
+        );
         assert!(out.iter().zip(&expected).all(|(x, &y)| *x == f16::from_f32(y)));
     }
 }
