@@ -35,9 +35,11 @@
 )]
 
 mod element;
+mod packed;
 mod skinny;
 
 pub use element::GemmElement;
+pub use packed::{PackedMatrix, gemm_packed};
 
 use crate::view::Layout;
 use crate::{Error, Matrices, MatricesMut, Matrix, MatrixMut, Result, parallel};
