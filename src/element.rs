@@ -28,6 +28,8 @@ pub trait Element: Copy + Default + Send + Sync + core::fmt::Debug + PartialEq +
     fn as_f32_mut(slice: &mut [Self]) -> Option<&mut [f32]>;
     #[doc(hidden)]
     fn erase(slice: &[Self]) -> AnySlice<'_>;
+    #[doc(hidden)]
+    fn erase_mut(slice: &mut [Self]) -> AnySliceMut<'_>;
 }
 
 /// A slice of any element type: the fused kernels are compiled once, not once a type.
@@ -37,6 +39,15 @@ pub enum AnySlice<'a> {
     F32(&'a [f32]),
     F16(&'a [f16]),
     Bf16(&'a [bf16]),
+}
+
+/// As [`AnySlice`], to be written.
+#[doc(hidden)]
+#[derive(Debug)]
+pub enum AnySliceMut<'a> {
+    F32(&'a mut [f32]),
+    F16(&'a mut [f16]),
+    Bf16(&'a mut [bf16]),
 }
 
 macro_rules! element {
@@ -62,6 +73,9 @@ macro_rules! element {
             }
             fn erase(slice: &[Self]) -> AnySlice<'_> {
                 AnySlice::$variant(slice)
+            }
+            fn erase_mut(slice: &mut [Self]) -> AnySliceMut<'_> {
+                AnySliceMut::$variant(slice)
             }
         }
     };

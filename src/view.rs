@@ -6,7 +6,7 @@ mod rows;
 mod sequences;
 
 pub(crate) use blocks::{Grid, OutputBlocks, RowSink, WeightsOut};
-pub(crate) use rows::{RowBlock, RowBlocks};
+pub(crate) use rows::{AnyRowBlock, AnyRowBlocks, RowBlock, RowBlocks};
 pub(crate) use sequences::{AnyHeads, Lengths, check_starts};
 pub use sequences::{Paged, Ragged, Sequences};
 

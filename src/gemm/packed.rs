@@ -1,33 +1,167 @@
-//! stand-in
-use crate::{Element, Level, Matrix, MatrixMut, Result};
-/// Stand-in.
-#[derive(Clone, Debug)]
+//! Products with a right-hand side that is packed once: weights.
+
+use core::fmt;
+use core::ops::Range;
+
+use super::THREADED_PACKED;
+use crate::element::AnySlice;
+use crate::kernel::packed::{BLOCK_COLUMNS, BLOCK_ROWS, Block, Left};
+use crate::view::{AnyRowBlocks, Layout};
+use crate::{Element, Error, Level, Matrix, MatrixMut, Result, parallel};
+
+/// Bytes of a cache line, at which panels begin.
+const LINE: usize = 64;
+/// A product of few rows is bound by reading B, and takes as long as one of about this many.
+const BOUND_BY_B: usize = 4;
+
+/// Weights packed for the kernels of a level, once: the right-hand side B (k, n) of [`gemm_packed`].
+///
+/// Elements keep their type (`bf16` weights take half the memory of `f32`, and half the time to read) and their bits. Columns
+/// are padded to whole panels, two vectors of the level; besides that there are `k * n` elements.
+///
+/// ```
+/// use polyhead::{Matrix, gemm::PackedMatrix};
+/// // A PyTorch weight is (out_features, in_features): B is its transpose.
+/// let weight = [1.0f32, 2.0, 3.0, 4.0, 5.0, 6.0];
+/// let b = PackedMatrix::new(&Matrix::contiguous(&weight, [2, 3])?.permute([1, 0])?, None)?;
+/// assert_eq!(b.shape(), [3, 2]);
+/// assert_eq!(b.to_vec(), [1.0, 4.0, 2.0, 5.0, 3.0, 6.0]);
+/// # Ok::<(), polyhead::Error>(())
+/// ```
 pub struct PackedMatrix<T = f32> {
+    /// Panels `[k][panel]` from `first` on, which is at a cache line; zeros where the last has no columns.
     data: Vec<T>,
+    first: usize,
     shape: [usize; 2],
     level: Level,
 }
+
 impl<T: Element> PackedMatrix<T> {
-    /// Stand-in.
+    /// Packs B (k, n), of any strides, for a level: the one given, or the best.
+    ///
+    /// # Errors
+    /// [`Error::LevelUnavailable`] if the machine lacks the level, [`Error::Memory`] if the copy cannot be allocated.
     pub fn new(b: &Matrix<'_, T>, level: Option<Level>) -> Result<Self> {
+        let level = Level::resolve(level)?;
         let [k, n] = b.shape();
-        let data = (0..k * n).map(|i| b.get([i / n, i % n]).unwrap()).collect();
-        Ok(Self { data, shape: [k, n], level: Level::resolve(level)? })
+        let panel = panel(level);
+        let columns = if k == 0 { Some(0) } else { n.checked_next_multiple_of(panel) };
+        let len = columns.and_then(|columns| columns.checked_mul(k));
+        let (mut data, first) = aligned::<T>(len.ok_or(Error::Memory { bytes: usize::MAX })?)?;
+        if k > 0 {
+            let Layout { strides: [down, across], .. } = b.layout();
+            for (panel_index, out) in data[first..].chunks_exact_mut(k * panel).enumerate() {
+                let columns = panel_index * panel..n.min((panel_index + 1) * panel);
+                let source = &b.data()[columns.start * across..];
+                for (row, out) in out.chunks_exact_mut(panel).enumerate() {
+                    let source = &source[row * down..];
+                    if across == 1 {
+                        out[..columns.len()].copy_from_slice(&source[..columns.len()]);
+                    } else {
+                        out[..columns.len()].iter_mut().enumerate().for_each(|(j, x)| *x = source[j * across]);
+                    }
+                }
+            }
+        }
+        Ok(Self { data, first, shape: [k, n], level })
     }
-    /// Stand-in.
+
+    /// Rows (k) and columns (n).
     pub fn shape(&self) -> [usize; 2] {
         self.shape
     }
-    /// Stand-in.
+
+    /// The level whose kernels it is packed for.
     pub fn level(&self) -> Level {
         self.level
     }
-    /// Stand-in.
+
+    /// A row-major copy (k, n) of exactly the values given.
     pub fn to_vec(&self) -> Vec<T> {
-        self.data.clone()
+        let ([k, n], panel) = (self.shape, panel(self.level));
+        let mut copy = Vec::with_capacity(if k == 0 { 0 } else { k * n });
+        for row in 0..if n == 0 { 0 } else { k } {
+            for panels in self.panels().chunks_exact(k * panel) {
+                copy.extend_from_slice(&panels[row * panel..][..panel.min((row + 1) * n - copy.len())]);
+            }
+        }
+        copy
+    }
+
+    fn panels(&self) -> &[T] {
+        &self.data[self.first..]
     }
 }
-/// Stand-in.
+
+impl<T: Element> Clone for PackedMatrix<T> {
+    fn clone(&self) -> Self {
+        let mut data = Vec::with_capacity(self.data.capacity());
+        let first = to_line(&data);
+        data.resize(first, T::default());
+        data.extend_from_slice(self.panels());
+        Self { data, first, ..*self }
+    }
+}
+
+/// Shape and level; not the elements, which are many.
+impl<T: Element> fmt::Debug for PackedMatrix<T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (mut debug, element) = (f.debug_struct("PackedMatrix"), T::NAME);
+        debug.field("shape", &self.shape).field("element", &element).field("level", &self.level).finish_non_exhaustive()
+    }
+}
+
+/// Columns of a panel: two vectors.
+fn panel(level: Level) -> usize {
+    2 * level.lanes()
+}
+
+/// Elements from the start of a vector's memory to a cache line.
+fn to_line<T>(data: &Vec<T>) -> usize {
+    data.as_ptr().align_offset(LINE).min(LINE / size_of::<T>() - 1)
+}
+
+/// A vector with `len` zeros from an index on that is at a cache line.
+fn aligned<T: Element>(len: usize) -> Result<(Vec<T>, usize)> {
+    let mut data = Vec::new();
+    let capacity = len.saturating_add(LINE / size_of::<T>() - 1);
+    let bytes = capacity.saturating_mul(size_of::<T>());
+    data.try_reserve_exact(capacity).map_err(|_| Error::Memory { bytes })?;
+    let first = to_line(&data);
+    data.resize(first + len, T::default());
+    Ok((data, first))
+}
+
+/// `out = A B + bias` with A (m, k), B (k, n) packed, `bias` (n) and `out` (m, n), on the level of B.
+///
+/// Element types are free; arithmetic is in `f32`, and a result is rounded once to that of `out`.
+///
+/// - **Any layout** of A and `out`; memory between rows is neither read nor written. A is read in place if it is `f32` with rows
+///   side by side, else copied in pieces.
+/// - **Any size**: every axis may be 0. With `k == 0` each row is the bias, or 0.
+/// - **NaN and infinity** are carried as IEEE arithmetic does: `0 * NaN` in a sum is NaN.
+/// - **Bits**: an element is one chain of fused multiply-adds (on [`Level::Portable`]: what the build's target has) over
+///   ascending k, to which the bias is added. A row of `out` depends on that row of A, on B, bias and level only: neither on m,
+///   nor on the rows beside it, nor on strides, threads or pool.
+/// - **Accuracy**: the error of an element is at most about `k * EPSILON * sum |a b|`, plus the rounding of the bias and of `out`.
+/// - **Memory**: nothing is allocated. Working memory is on the stack, up to 120 KiB of it if A is copied, else 10 KiB.
+/// - **Threads**: large products are spread over the rayon pool that the caller is in, in one region.
+///
+/// # Errors
+/// [`Error::Shape`] if A has not as many columns as B has rows, or `out` not A's rows and B's columns; [`Error::Length`] if the bias
+/// has not as many elements as B has columns. `out` is then unchanged.
+///
+/// ```
+/// use polyhead::{Matrix, MatrixMut, gemm::{PackedMatrix, gemm_packed}};
+/// let weight = half::vec::HalfFloatVecExt::from_f32_slice(&[1.0, 0.5, -2.0, 0.25, 0.0, 4.0]);
+/// let weight: Vec<half::bf16> = weight;
+/// let b = PackedMatrix::new(&Matrix::contiguous(&weight, [3, 2])?, None)?;
+/// let a = Matrix::contiguous(&[1.0f32, 2.0, 3.0], [1, 3])?;
+/// let mut out = [0.0f32; 2];
+/// gemm_packed(&a, &b, Some(&[10.0, 20.0]), &mut MatrixMut::contiguous(&mut out, [1, 2])?)?;
+/// assert_eq!(out, [7.0, 33.0]);
+/// # Ok::<(), polyhead::Error>(())
+/// ```
 pub fn gemm_packed<A: Element, T: Element, O: Element>(
     a: &Matrix<'_, A>,
     b: &PackedMatrix<T>,
@@ -36,24 +170,45 @@ pub fn gemm_packed<A: Element, T: Element, O: Element>(
 ) -> Result<()> {
     gemm_packed_columns(a, b, 0..b.shape[1], bias, out)
 }
+
+/// [`gemm_packed`] with some columns of B alone, which begin with a panel.
 pub(crate) fn gemm_packed_columns<A: Element, T: Element, O: Element>(
     a: &Matrix<'_, A>,
     b: &PackedMatrix<T>,
-    columns: core::ops::Range<usize>,
+    columns: Range<usize>,
     bias: Option<&[f32]>,
     out: &mut MatrixMut<'_, O>,
 ) -> Result<()> {
-    let [m, k] = a.shape();
-    let layout = out.layout();
-    let data = out.data_mut();
-    for i in 0..m {
-        for (c, j) in columns.clone().enumerate() {
-            let mut s = bias.map_or(0.0, |b| b[c]);
-            for l in 0..k {
-                s += a.get([i, l]).unwrap().to_f32() * b.data[l * b.shape[1] + j].to_f32();
-            }
-            data[layout.offset([i, c])] = O::from_f32_nearest(s);
-        }
+    debug_assert!(columns.end <= b.shape[1] && columns.start.is_multiple_of(panel(b.level)));
+    let ([m, k], n) = (a.shape(), columns.len());
+    let equal = |operand, axis, expected, actual| {
+        if expected == actual { Ok(()) } else { Err(Error::Shape { operand, axis, expected, actual }) }
+    };
+    equal("a", "column", b.shape[0], k)?;
+    equal("out", "row", m, out.shape()[0])?;
+    equal("out", "column", n, out.shape()[1])?;
+    if let Some(bias) = bias.filter(|bias| bias.len() != n) {
+        return Err(Error::Length { operand: "bias", expected: n, actual: bias.len() });
     }
+    if m == 0 || n == 0 {
+        return Ok(());
+    }
+    let left = Left { data: A::erase(a.data()), layout: a.layout() };
+    // As equal as can be: a last block of a few rows would read B for little.
+    let height = m.div_ceil(m.div_ceil(BLOCK_ROWS));
+    let blocks = AnyRowBlocks::grid(out.reborrow(), [height, BLOCK_COLUMNS]);
+    run(b.level, left, T::erase(&b.panels()[columns.start * k..]), bias, &blocks);
     Ok(())
+}
+
+/// Not generic, so that kernels are compiled with this crate and not once more with every crate that calls it.
+fn run(level: Level, a: Left<'_>, b: AnySlice<'_>, bias: Option<&[f32]>, blocks: &AnyRowBlocks<'_>) {
+    let [m, k] = a.layout.shape;
+    let work = m.max(BOUND_BY_B).saturating_mul(k.max(1)).saturating_mul(blocks.columns());
+    let threads = if work < THREADED_PACKED { 1 } else { parallel::current_threads().min(blocks.len()) };
+    parallel::for_each_task(blocks.len(), &mut vec![(); threads], |_, ()| {
+        if let Some(out) = blocks.take() {
+            level.dispatch(Block { a, b, bias, out });
+        }
+    });
 }

@@ -10,6 +10,7 @@ mod mask_tile;
 mod online;
 mod operand;
 mod pack;
+pub(crate) mod packed;
 mod pieces;
 pub(crate) mod row_softmax;
 mod score;

@@ -21,6 +21,13 @@ impl<'a, T: Copy> Rows<'a, T> {
         &self.data[i * self.stride..][..self.width]
     }
 
+    /// Columns `from..to`.
+    pub(crate) fn columns(&self, from: usize, to: usize) -> Self {
+        debug_assert!(from <= to && to <= self.width);
+        let data = if from < to { &self.data[from..] } else { &[] };
+        Self { data, width: to - from, ..*self }
+    }
+
     /// Rows `from..to`.
     pub(crate) fn range(&self, from: usize, to: usize) -> Self {
         debug_assert!(from <= to && to <= self.count);
@@ -56,12 +63,12 @@ macro_rules! unroll {
     }};
 }
 
-pub(super) use unroll;
+pub(super) use {unroll, with_constant};
 
 /// How many of `left` rows the next register tile takes: `mr`, but the last two share what is left, since a tile of one or two
 /// rows has too few accumulators to hide the latency of an FMA.
 #[inline(always)]
-fn tile_rows(left: usize, mr: usize) -> usize {
+pub(super) fn tile_rows(left: usize, mr: usize) -> usize {
     if left <= mr {
         left
     } else if left < 2 * mr {
@@ -109,15 +116,30 @@ fn scores<L: Lanes, const NV: usize>(l: L, op: Scores<'_>) {
 #[inline(always)]
 fn score_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, keys: Rows<'_>, queries: &[f32], s: &mut [f32]) {
     let lanes = NV * L::LANES;
-    let mut acc = [[l.splat(0.0); NV]; MR];
+    let acc = panel_product(l, &keys, queries, [[l.splat(0.0); NV]; MR]);
+    for i in 0..MR {
+        for j in 0..NV {
+            l.store(acc[i][j], &mut s[i * lanes + j * L::LANES..]);
+        }
+    }
+}
+
+/// `acc[i] + sum over d of rows[i][d] * panel[d]`, the panel `[width][lanes]`: in every lane one chain of FMAs, `d` ascending.
+#[inline(always)]
+pub(super) fn panel_product<L: Lanes, T: Operand, const NV: usize, const MR: usize>(
+    l: L,
+    left: &Rows<'_>,
+    panel: &[T],
+    mut acc: [[L::V; NV]; MR],
+) -> [[L::V; NV]; MR] {
     let mut rows: [&[f32]; MR] = [&[]; MR];
     for (i, row) in rows.iter_mut().enumerate() {
-        *row = keys.row(i);
+        *row = left.row(i);
     }
-    for (d, query) in queries.chunks_exact(lanes).take(keys.width).enumerate() {
+    for (d, panel) in panel.chunks_exact(NV * L::LANES).take(left.width).enumerate() {
         let mut b = [l.splat(0.0); NV];
         for j in 0..NV {
-            b[j] = l.load(&query[j * L::LANES..]);
+            b[j] = T::load(l, &panel[j * L::LANES..]);
         }
         for i in 0..MR {
             let a = l.splat(rows[i][d]);
@@ -126,11 +148,7 @@ fn score_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, keys: Rows<'_>, 
             }
         }
     }
-    for i in 0..MR {
-        for j in 0..NV {
-            l.store(acc[i][j], &mut s[i * lanes + j * L::LANES..]);
-        }
-    }
+    acc
 }
 
 /// `o[row][d] = alpha[row] * o[row][d] + sum over keys of p[key][row] * values[key][d]`.

@@ -1,0 +1,327 @@
+//! One block of `out = A B + bias`, B packed in panels: rows of A are broadcast against panels of two vectors of columns.
+//!
+//! Every element is one chain of FMAs over all of k, `k` ascending, and then the bias: between pieces of k its sum is kept as the
+//! `f32` that it is. So tiles, blocks and pieces may be cut as is fastest; no bit depends on them.
+
+use super::lanes::{Lanes, MAX_LANES, Op};
+use super::operand::Operand;
+use super::pack::load_elements;
+use super::tile::{Rows, Transpose, panel_product, tile_rows, unroll, with_constant};
+use crate::Element;
+use crate::element::AnySlice;
+use crate::view::{AnyRowBlock, Layout, RowBlock};
+
+/// Rows of a block, at most: with k = 1024, A's take 288 KiB of the L2 cache while all panels of the block pass them.
+pub(crate) const BLOCK_ROWS: usize = 72;
+/// Columns of a block, at most: whole panels of every level.
+pub(crate) const BLOCK_COLUMNS: usize = 128;
+/// Length of a piece of k: of a panel it is 16 KiB (AVX2), which stay in L1 while all rows of the block meet them.
+const PIECE: usize = 256;
+/// Floats between rows of A that are copied: not a power of two, which would put all of them in a few sets of L1.
+const COPY_STRIDE: usize = PIECE + 16;
+/// Blocks of no more rows than this take less room for copies: a vector of zeros costs as much as a product of a few rows.
+const FEW: usize = 12;
+/// The largest `MR` of any level.
+const MAX_MR: usize = 12;
+
+/// A on its way in.
+#[derive(Clone, Copy)]
+pub(crate) struct Left<'a> {
+    pub(crate) data: AnySlice<'a>,
+    /// Inside `data`.
+    pub(crate) layout: Layout<2>,
+}
+
+impl<'a> Left<'a> {
+    /// The rows `from..to` where they lie, if they are `f32` side by side.
+    fn in_place(&self, from: usize, to: usize) -> Option<Rows<'a>> {
+        let ([_, width], [stride, step]) = (self.layout.shape, self.layout.strides);
+        if width == 0 || from == to {
+            return Some(Rows { data: &[], stride: 0, width: 0, count: to - from });
+        }
+        match self.data {
+            AnySlice::F32(data) if step == 1 || width == 1 => {
+                Some(Rows { data: &data[from * stride..], stride, width, count: to - from })
+            }
+            _ => None,
+        }
+    }
+
+    /// Columns `columns` of the rows `from..to`, copied to `area`.
+    #[inline(always)]
+    fn copy<'s, L: Lanes>(&self, l: L, rows: [usize; 2], columns: [usize; 2], area: &'s mut [f32]) -> Rows<'s> {
+        let ([from, to], [first, end]) = (rows, columns);
+        let (count, width) = (to - from, end - first);
+        let [stride, step] = self.layout.strides;
+        match self.data {
+            AnySlice::F32(data) if stride == 1 && count > 1 && step >= count => {
+                let src = Rows { data: &data[from + first * step..], stride: step, width: count, count: width };
+                Transpose { src, dst: area, dst_stride: COPY_STRIDE }.run(l);
+            }
+            data => {
+                for (row, area) in (from..to).zip(area.chunks_exact_mut(COPY_STRIDE)) {
+                    load_elements(data, row * stride + first * step, step, &mut area[..width]);
+                }
+            }
+        }
+        Rows { data: area, stride: COPY_STRIDE, width, count }
+    }
+}
+
+/// A block of the product.
+pub(crate) struct Block<'a, 'o> {
+    pub(crate) a: Left<'a>,
+    /// Panels `[k][2 * LANES]` of all columns, zeros behind the last.
+    pub(crate) b: AnySlice<'a>,
+    /// As many as B has columns.
+    pub(crate) bias: Option<&'a [f32]>,
+    /// No more than [`BLOCK_ROWS`] rows and [`BLOCK_COLUMNS`] columns, which begin with a panel.
+    pub(crate) out: AnyRowBlock<'o>,
+}
+
+impl Op for Block<'_, '_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let [rows, _] = self.out.ranges();
+        if self.a.in_place(rows.start, rows.end).is_some() {
+            with_room::<L, 0, { BLOCK_ROWS * 2 * MAX_LANES }>(l, self);
+        } else if rows.len() <= FEW {
+            with_room::<L, { FEW * COPY_STRIDE }, { FEW * BLOCK_COLUMNS }>(l, self);
+        } else {
+            with_room::<L, { BLOCK_ROWS * COPY_STRIDE }, { BLOCK_ROWS * BLOCK_COLUMNS }>(l, self);
+        }
+    }
+}
+
+/// Floats from a cache line on.
+#[repr(align(64))]
+struct Room<const N: usize>([f32; N]);
+
+/// Runs a block with room for copies of A and for unfinished sums. Not inlined: what it takes of the stack is its own.
+#[inline(never)]
+fn with_room<L: Lanes, const A: usize, const SUMS: usize>(l: L, block: Block<'_, '_>) {
+    let (mut copy, mut sums) = (Room([0.0; A]), Room([0.0; SUMS]));
+    let (copy, sums) = (&mut copy.0[..], &mut sums.0[..]);
+    match block.b {
+        AnySlice::F32(b) => l.vectorize(Typed { block, b, copy, sums }),
+        AnySlice::F16(b) => l.vectorize(Typed { block, b, copy, sums }),
+        AnySlice::Bf16(b) => l.vectorize(Typed { block, b, copy, sums }),
+    }
+}
+
+/// A block with B's element type, and room.
+struct Typed<'t, 'a, 'o, T> {
+    block: Block<'a, 'o>,
+    b: &'t [T],
+    copy: &'t mut [f32],
+    sums: &'t mut [f32],
+}
+
+impl<T: Operand> Op for Typed<'_, '_, '_, T> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let Self { mut block, b, copy, sums } = self;
+        let ([rows, columns], nr) = (block.out.ranges(), 2 * L::LANES);
+        let k = block.a.layout.shape[1];
+        let panels = columns.start / nr..columns.end.div_ceil(nr);
+        // Few rows take several panels at a time, so that there are enough chains to hide the latency of an FMA.
+        let at_once = match rows.len() {
+            1 => 4,
+            2 | 3 => 2,
+            _ => 1,
+        };
+        let in_place = block.a.in_place(rows.start, rows.end);
+        let piece = if in_place.is_some() && rows.len() <= L::MR { k } else { PIECE };
+        // Copies serve all panels; what is read in place needs no more sums than one tile of panels has.
+        let group = if in_place.is_some() { at_once } else { panels.len() };
+        let mut first = panels.start;
+        while first < panels.end {
+            let end = panels.end.min(first + group);
+            let mut from = 0;
+            loop {
+                let to = k.min(from + piece);
+                let a = match in_place {
+                    Some(all) => all.columns(from, to),
+                    None => block.a.copy(l, [rows.start, rows.end], [from, to], copy),
+                };
+                let part = Part { k, depth: [from, to], panels: [first, end] };
+                product(l, &mut block, (a, b), &part, sums, at_once);
+                from = to;
+                if from == k {
+                    break;
+                }
+            }
+            first = end;
+        }
+    }
+}
+
+/// A piece of k of some panels.
+struct Part {
+    k: usize,
+    depth: [usize; 2],
+    panels: [usize; 2],
+}
+
+/// The product of a piece of A and of some panels: to the output if it is the last piece, else to `sums`.
+#[inline(always)]
+fn product<L: Lanes, T: Operand>(
+    l: L,
+    block: &mut Block<'_, '_>,
+    (a, b): (Rows<'_>, &[T]),
+    part: &Part,
+    sums: &mut [f32],
+    at_once: usize,
+) {
+    let [mut panel, end] = part.panels;
+    let one = a.count * 2 * L::LANES;
+    while panel < end {
+        let count = if end - panel >= at_once { at_once } else { 1 };
+        let sums = &mut sums[(panel - part.panels[0]) * one..];
+        match (a.count, count) {
+            (1, 4) => tile::<L, T, 4, 1>(l, block, (&a, b), part, sums, [0, panel]),
+            (2, 2) => tile::<L, T, 2, 2>(l, block, (&a, b), part, sums, [0, panel]),
+            (3, 2) => tile::<L, T, 2, 3>(l, block, (&a, b), part, sums, [0, panel]),
+            _ => {
+                let mut row = 0;
+                while row < a.count {
+                    let rows = tile_rows(a.count - row, L::MR);
+                    with_constant!(rows, MR => tile::<L, T, 1, MR>(l, block, (&a, b), part, sums, [row, panel]));
+                    row += rows;
+                }
+            }
+        }
+        panel += count;
+    }
+}
+
+/// `MR` rows from `row` on (of the piece of A) and `NP` panels from `panel` on.
+#[inline(always)]
+fn tile<L: Lanes, T: Operand, const NP: usize, const MR: usize>(
+    l: L,
+    block: &mut Block<'_, '_>,
+    (a, b): (&Rows<'_>, &[T]),
+    part: &Part,
+    sums: &mut [f32],
+    [row, panel]: [usize; 2],
+) {
+    let nr = 2 * L::LANES;
+    let Part { k, depth: [from, to], .. } = *part;
+    let mut acc = [[[l.splat(0.0); 2]; MR]; NP];
+    if from > 0 {
+        for (p, acc) in acc.iter_mut().enumerate() {
+            let sums = &sums[(p * a.count + row) * nr..];
+            unroll!(I < MR => acc[I] = [l.load(&sums[I * nr..]), l.load(&sums[I * nr + L::LANES..])]);
+        }
+    }
+    let rows = a.range(row, row + MR);
+    let mut panels: [&[T]; NP] = [&[]; NP];
+    for (p, slice) in panels.iter_mut().enumerate() {
+        *slice = &b[((panel + p) * k + from) * nr..][..(to - from) * nr];
+    }
+    let acc = if NP == 1 { [panel_product(l, &rows, panels[0], acc[0]); NP] } else { streams(l, &rows, panels, acc) };
+    if to < k {
+        for (p, acc) in acc.iter().enumerate() {
+            let sums = &mut sums[(p * a.count + row) * nr..];
+            unroll!(I < MR => {
+                l.store(acc[I][0], &mut sums[I * nr..]);
+                l.store(acc[I][1], &mut sums[I * nr + L::LANES..]);
+            });
+        }
+        return;
+    }
+    for (p, acc) in acc.iter().enumerate() {
+        finish(l, block, *acc, [row, panel + p]);
+    }
+}
+
+/// [`panel_product`] of several panels at once.
+#[inline(always)]
+fn streams<L: Lanes, T: Operand, const NP: usize, const MR: usize>(
+    l: L,
+    left: &Rows<'_>,
+    panels: [&[T]; NP],
+    mut acc: [[[L::V; 2]; MR]; NP],
+) -> [[[L::V; 2]; MR]; NP] {
+    let mut rows: [&[f32]; MR] = [&[]; MR];
+    for (i, row) in rows.iter_mut().enumerate() {
+        *row = left.row(i);
+    }
+    for d in 0..left.width {
+        unroll!(P < NP => {
+            let panel = &panels[P][d * 2 * L::LANES..][..2 * L::LANES];
+            let b = [T::load(l, panel), T::load(l, &panel[L::LANES..])];
+            unroll!(I < MR => {
+                let a = l.splat(rows[I][d]);
+                acc[P][I] = [l.fma(a, b[0], acc[P][I][0]), l.fma(a, b[1], acc[P][I][1])];
+            });
+        });
+    }
+    acc
+}
+
+/// Adds the bias to `MR` rows of a panel and writes them.
+#[inline(always)]
+fn finish<L: Lanes, const MR: usize>(
+    l: L,
+    block: &mut Block<'_, '_>,
+    mut acc: [[L::V; 2]; MR],
+    [row, panel]: [usize; 2],
+) {
+    let [rows, columns] = block.out.ranges();
+    let (nr, row) = (2 * L::LANES, rows.start + row);
+    let (first, end) = (panel * nr, columns.end.min((panel + 1) * nr));
+    if let Some(bias) = block.bias {
+        let bias = &bias[first..end];
+        let (low, high) = bias.split_at(bias.len().min(L::LANES));
+        let bias = [l.load_partial(low, 0.0), l.load_partial(high, 0.0)];
+        unroll!(I < MR => acc[I] = [l.add(acc[I][0], bias[0]), l.add(acc[I][1], bias[1])]);
+    }
+    let from = first - columns.start;
+    if let AnyRowBlock::F32(block) = &mut block.out
+        && end - first == nr
+        && block.has_slices()
+    {
+        unroll!(I < MR => {
+            if let Some(out) = block.row(row + I).into_slice() {
+                let out = &mut out[from..from + nr];
+                l.store(acc[I][0], out);
+                l.store(acc[I][1], &mut out[L::LANES..]);
+            }
+        });
+        return;
+    }
+    let mut values = Room([0.0; MAX_MR * 2 * MAX_LANES]);
+    let values = &mut values.0[..MR * nr];
+    unroll!(I < MR => {
+        l.store(acc[I][0], &mut values[I * nr..]);
+        l.store(acc[I][1], &mut values[I * nr + L::LANES..]);
+    });
+    let place = (row, from, end - first);
+    match &mut block.out {
+        AnyRowBlock::F32(block) => put(block, place, values, nr),
+        AnyRowBlock::F16(block) => put(block, place, values, nr),
+        AnyRowBlock::Bf16(block) => put(block, place, values, nr),
+    }
+}
+
+/// Writes the first `count` of each `nr` values to a row of its own, from column `from` of the block on.
+#[inline(always)]
+fn put<T: Element>(block: &mut RowBlock<'_, T>, place: (usize, usize, usize), values: &[f32], nr: usize) {
+    let (row, from, count) = place;
+    for (row, values) in (row..).zip(values.chunks_exact(nr)) {
+        let values = &values[..count];
+        if block.has_slices() {
+            if let Some(line) = block.row(row).into_slice() {
+                T::store_nearest(values, &mut line[from..from + count]);
+            }
+        } else {
+            let mut line = block.row(row);
+            for (i, &x) in values.iter().enumerate() {
+                *line.element(from + i) = T::from_f32_nearest(x);
+            }
+        }
+    }
+}
