@@ -66,7 +66,7 @@ use projections::Projections;
 /// # Ok::<(), polyhead::Error>(())
 /// ```
 #[derive(Clone, Debug)]
-pub struct MultiHeadAttention<T = f32> {
+pub struct MultiHeadAttention<T: Element = f32> {
     config: Config,
     sizes: Sizes,
     projections: Projections<T>,

@@ -32,14 +32,14 @@ impl Part {
 
 /// Packed weights (inputs, columns): of all parts, if their inputs are of one width, else of each.
 #[derive(Clone, Debug)]
-enum Packs<T> {
+enum Packs<T: Element> {
     Joint(PackedMatrix<T>),
     Separate([PackedMatrix<T>; 3]),
 }
 
 /// The three projections. Parts are 0 (queries), 1 (keys), 2 (values).
 #[derive(Clone, Debug)]
-pub(super) struct Projections<T> {
+pub(super) struct Projections<T: Element> {
     packs: Packs<T>,
     pub(super) parts: [Part; 3],
     /// Bias of every column of all parts; 0 where there is none.
