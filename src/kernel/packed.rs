@@ -6,7 +6,7 @@
 use super::lanes::{Lanes, MAX_LANES, Op};
 use super::operand::Operand;
 use super::pack::load_elements;
-use super::tile::{Rows, Transpose, panel_product, tile_rows, unroll, with_constant};
+use super::tile::{Rows, Transpose, tile_rows, unroll, with_constant};
 use crate::Element;
 use crate::element::AnySlice;
 use crate::view::{AnyRowBlock, Layout, RowBlock};
@@ -147,7 +147,7 @@ impl<T: Operand> Op for Typed<'_, '_, '_, T> {
                     None => block.a.copy(l, [rows.start, rows.end], [from, to], copy),
                 };
                 let part = Part { k, depth: [from, to], panels: [first, end] };
-                product(l, &mut block, (a, b), &part, sums, at_once);
+                product(l, &mut block, (a, b), part, sums, at_once);
                 from = to;
                 if from == k {
                     break;
@@ -159,6 +159,7 @@ impl<T: Operand> Op for Typed<'_, '_, '_, T> {
 }
 
 /// A piece of k of some panels.
+#[derive(Clone, Copy)]
 struct Part {
     k: usize,
     depth: [usize; 2],
@@ -171,7 +172,7 @@ fn product<L: Lanes, T: Operand>(
     l: L,
     block: &mut Block<'_, '_>,
     (a, b): (Rows<'_>, &[T]),
-    part: &Part,
+    part: Part,
     sums: &mut [f32],
     at_once: usize,
 ) {
@@ -180,64 +181,144 @@ fn product<L: Lanes, T: Operand>(
     while panel < end {
         let count = if end - panel >= at_once { at_once } else { 1 };
         let sums = &mut sums[(panel - part.panels[0]) * one..];
-        match (a.count, count) {
-            (1, 4) => tile::<L, T, 4, 1>(l, block, (&a, b), part, sums, [0, panel]),
-            (2, 2) => tile::<L, T, 2, 2>(l, block, (&a, b), part, sums, [0, panel]),
-            (3, 2) => tile::<L, T, 2, 3>(l, block, (&a, b), part, sums, [0, panel]),
-            _ => {
-                let mut row = 0;
-                while row < a.count {
-                    let rows = tile_rows(a.count - row, L::MR);
-                    with_constant!(rows, MR => tile::<L, T, 1, MR>(l, block, (&a, b), part, sums, [row, panel]));
-                    row += rows;
-                }
+        let mut row = 0;
+        while row < a.count {
+            let rows = tile_rows(a.count - row, L::MR);
+            let tile = Tile { block: &mut *block, a, b, part, sums: &mut *sums, at: [row, panel] };
+            match (rows, count) {
+                (1, 4) => outlined(l, Exactly::<4, 1, T>(tile)),
+                (2, 2) => outlined(l, Exactly::<2, 2, T>(tile)),
+                (3, 2) => outlined(l, Exactly::<2, 3, T>(tile)),
+                _ => with_constant!(rows, MR => outlined(l, Exactly::<1, MR, T>(tile))),
             }
+            row += rows;
         }
         panel += count;
     }
 }
 
-/// `MR` rows from `row` on (of the piece of A) and `NP` panels from `panel` on.
-#[inline(always)]
-fn tile<L: Lanes, T: Operand, const NP: usize, const MR: usize>(
-    l: L,
-    block: &mut Block<'_, '_>,
-    (a, b): (&Rows<'_>, &[T]),
-    part: &Part,
-    sums: &mut [f32],
-    [row, panel]: [usize; 2],
-) {
-    let nr = 2 * L::LANES;
-    let Part { k, depth: [from, to], .. } = *part;
-    let mut acc = [[[l.splat(0.0); 2]; MR]; NP];
-    if from > 0 {
-        for (p, acc) in acc.iter_mut().enumerate() {
-            let sums = &sums[(p * a.count + row) * nr..];
-            unroll!(I < MR => acc[I] = [l.load(&sums[I * nr..]), l.load(&sums[I * nr + L::LANES..])]);
+/// Not inlined: with all tiles in one function there are not enough registers for the addresses of rows, and loads of them in the
+/// innermost loop take a quarter of the speed.
+#[inline(never)]
+fn outlined<L: Lanes, O: Op<Output = ()>>(l: L, op: O) {
+    l.vectorize(op);
+}
+
+/// Rows of A and panels of B from `at` on (the row counts from the first of the piece).
+struct Tile<'t, 'a, 'o, T> {
+    block: &'t mut Block<'a, 'o>,
+    a: Rows<'t>,
+    b: &'t [T],
+    part: Part,
+    sums: &'t mut [f32],
+    at: [usize; 2],
+}
+
+/// A tile of `MR` rows and `NP` panels.
+struct Exactly<'t, 'a, 'o, const NP: usize, const MR: usize, T>(Tile<'t, 'a, 'o, T>);
+
+impl<T: Operand, const NP: usize, const MR: usize> Op for Exactly<'_, '_, '_, NP, MR, T> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        if MR > L::MR {
+            return; // No tile of this level: `tile_rows` gives up to `MR`.
         }
-    }
-    let rows = a.range(row, row + MR);
-    let mut panels: [&[T]; NP] = [&[]; NP];
-    for (p, slice) in panels.iter_mut().enumerate() {
-        *slice = &b[((panel + p) * k + from) * nr..][..(to - from) * nr];
-    }
-    let acc = if NP == 1 { [panel_product(l, &rows, panels[0], acc[0]); NP] } else { streams(l, &rows, panels, acc) };
-    if to < k {
+        let Self(Tile { block, a, b, part, sums, at: [row, panel] }) = self;
+        let Part { k, depth: [from, to], .. } = part;
+        let nr = 2 * L::LANES;
+        let mut acc = [[[l.splat(0.0); 2]; MR]; NP];
+        if from > 0 {
+            for (p, acc) in acc.iter_mut().enumerate() {
+                let sums = &sums[(p * a.count + row) * nr..][..MR * nr];
+                unroll!(I < MR => acc[I] = [l.load(&sums[I * nr..]), l.load(&sums[I * nr + L::LANES..])]);
+            }
+        }
+        let rows = a.range(row, row + MR);
+        let mut panels: [&[T]; NP] = [&[]; NP];
+        for (p, slice) in panels.iter_mut().enumerate() {
+            *slice = &b[((panel + p) * k + from) * nr..][..(to - from) * nr];
+        }
+        if NP == 1 {
+            acc[0] = panel_product(l, &rows, panels[0], ahead::<L, T>(b, &part, [row, panel]), acc[0]);
+        } else {
+            acc = streams(l, &rows, panels, acc);
+        }
         for (p, acc) in acc.iter().enumerate() {
-            let sums = &mut sums[(p * a.count + row) * nr..];
+            if to == k {
+                finish(l, block, *acc, [row, panel + p]);
+                continue;
+            }
+            let sums = &mut sums[(p * a.count + row) * nr..][..MR * nr];
             unroll!(I < MR => {
                 l.store(acc[I][0], &mut sums[I * nr..]);
                 l.store(acc[I][1], &mut sums[I * nr + L::LANES..]);
             });
         }
-        return;
-    }
-    for (p, acc) in acc.iter().enumerate() {
-        finish(l, block, *acc, [row, panel + p]);
     }
 }
 
-/// [`panel_product`] of several panels at once.
+/// What a tile asks for meanwhile: a quarter of the part of B that comes next, so that the first tiles of a piece fetch all of it.
+#[inline(always)]
+fn ahead<'b, L: Lanes, T>(b: &'b [T], part: &Part, [row, panel]: [usize; 2]) -> &'b [T] {
+    let Part { k, depth: [from, to], panels } = *part;
+    let nr = 2 * L::LANES;
+    let quarter = (to - from) / STEPS * nr;
+    let next = if panels[1] - panels[0] > 1 { (panel + 1) * k + from } else { panel * k + to };
+    let start = next * nr + row / L::MR * quarter;
+    b.get(start..start + quarter).unwrap_or(&b[(panel * k + from) * nr..][..quarter])
+}
+
+/// `acc[i] + sum over d of rows[i][d] * panel[d]`, four steps of `d` at a time; asks for a row of `ahead` with each four.
+#[inline(always)]
+fn panel_product<L: Lanes, T: Operand, const MR: usize>(
+    l: L,
+    left: &Rows<'_>,
+    panel: &[T],
+    ahead: &[T],
+    mut acc: [[L::V; 2]; MR],
+) -> [[L::V; 2]; MR] {
+    let (nr, width) = (2 * L::LANES, left.width);
+    let mut rows: [&[f32]; MR] = [&[]; MR];
+    for i in 0..MR {
+        rows[i] = left.row(i);
+    }
+    let whole = width / STEPS * STEPS;
+    for (s, (panel, ahead)) in panel.chunks_exact(STEPS * nr).zip(ahead.chunks_exact(nr)).enumerate() {
+        l.prefetch(ahead);
+        let mut a: [&[f32]; MR] = [&[]; MR];
+        for i in 0..MR {
+            a[i] = &rows[i][s * STEPS..][..STEPS];
+        }
+        unroll!(S < STEPS => acc = step(l, acc, &a, S, &panel[S * nr..]));
+    }
+    for d in whole..width {
+        acc = step(l, acc, &rows, d, &panel[d * nr..]);
+    }
+    acc
+}
+
+/// Steps of k between two checks.
+const STEPS: usize = 4;
+
+/// `acc[i] + rows[i][d] * panel`.
+#[inline(always)]
+fn step<L: Lanes, T: Operand, const MR: usize>(
+    l: L,
+    mut acc: [[L::V; 2]; MR],
+    rows: &[&[f32]; MR],
+    d: usize,
+    panel: &[T],
+) -> [[L::V; 2]; MR] {
+    let b = [T::load(l, panel), T::load(l, &panel[L::LANES..])];
+    unroll!(I < MR => {
+        let a = l.splat(rows[I][d]);
+        acc[I] = [l.fma(a, b[0], acc[I][0]), l.fma(a, b[1], acc[I][1])];
+    });
+    acc
+}
+
+/// The same for several panels at once.
 #[inline(always)]
 fn streams<L: Lanes, T: Operand, const NP: usize, const MR: usize>(
     l: L,
@@ -246,18 +327,11 @@ fn streams<L: Lanes, T: Operand, const NP: usize, const MR: usize>(
     mut acc: [[[L::V; 2]; MR]; NP],
 ) -> [[[L::V; 2]; MR]; NP] {
     let mut rows: [&[f32]; MR] = [&[]; MR];
-    for (i, row) in rows.iter_mut().enumerate() {
-        *row = left.row(i);
+    for i in 0..MR {
+        rows[i] = left.row(i);
     }
     for d in 0..left.width {
-        unroll!(P < NP => {
-            let panel = &panels[P][d * 2 * L::LANES..][..2 * L::LANES];
-            let b = [T::load(l, panel), T::load(l, &panel[L::LANES..])];
-            unroll!(I < MR => {
-                let a = l.splat(rows[I][d]);
-                acc[P][I] = [l.fma(a, b[0], acc[P][I][0]), l.fma(a, b[1], acc[P][I][1])];
-            });
-        });
+        unroll!(P < NP => acc[P] = step(l, acc[P], &rows, d, &panels[P][d * 2 * L::LANES..]));
     }
     acc
 }

@@ -116,30 +116,15 @@ fn scores<L: Lanes, const NV: usize>(l: L, op: Scores<'_>) {
 #[inline(always)]
 fn score_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, keys: Rows<'_>, queries: &[f32], s: &mut [f32]) {
     let lanes = NV * L::LANES;
-    let acc = panel_product(l, &keys, queries, [[l.splat(0.0); NV]; MR]);
-    for i in 0..MR {
-        for j in 0..NV {
-            l.store(acc[i][j], &mut s[i * lanes + j * L::LANES..]);
-        }
-    }
-}
-
-/// `acc[i] + sum over d of rows[i][d] * panel[d]`, the panel `[width][lanes]`: in every lane one chain of FMAs, `d` ascending.
-#[inline(always)]
-pub(super) fn panel_product<L: Lanes, T: Operand, const NV: usize, const MR: usize>(
-    l: L,
-    left: &Rows<'_>,
-    panel: &[T],
-    mut acc: [[L::V; NV]; MR],
-) -> [[L::V; NV]; MR] {
+    let mut acc = [[l.splat(0.0); NV]; MR];
     let mut rows: [&[f32]; MR] = [&[]; MR];
     for (i, row) in rows.iter_mut().enumerate() {
-        *row = left.row(i);
+        *row = keys.row(i);
     }
-    for (d, panel) in panel.chunks_exact(NV * L::LANES).take(left.width).enumerate() {
+    for (d, query) in queries.chunks_exact(lanes).take(keys.width).enumerate() {
         let mut b = [l.splat(0.0); NV];
         for j in 0..NV {
-            b[j] = T::load(l, &panel[j * L::LANES..]);
+            b[j] = l.load(&query[j * L::LANES..]);
         }
         for i in 0..MR {
             let a = l.splat(rows[i][d]);
@@ -148,7 +133,11 @@ pub(super) fn panel_product<L: Lanes, T: Operand, const NV: usize, const MR: usi
             }
         }
     }
-    acc
+    for i in 0..MR {
+        for j in 0..NV {
+            l.store(acc[i][j], &mut s[i * lanes + j * L::LANES..]);
+        }
+    }
 }
 
 /// `o[row][d] = alpha[row] * o[row][d] + sum over keys of p[key][row] * values[key][d]`.
