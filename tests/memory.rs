@@ -10,9 +10,11 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use half::{bf16, f16};
+use polyhead::cache::KvCache;
+use polyhead::layer::{self, Config, Inputs, MultiHeadAttention, Rotary, Weights, Workspace};
 use polyhead::{
-    Bias, Diagonal, Element, Heads, HeadsMut, Level, Mask, MultiHead, Options, Outputs, Shape, View, Window,
-    multi_head, multi_head_with,
+    Bias, Diagonal, Element, Heads, HeadsMut, Level, Mask, Matrices, MatricesMut, Matrix, MultiHead, Options, Outputs,
+    Shape, View, Window, multi_head, multi_head_with,
 };
 use support::levels;
 
@@ -409,4 +411,53 @@ fn memory_is_bounded_by_what_explain_says() {
             assert_eq!(held, said, "{} {sizes:?}", level.name());
         }
     }
+}
+
+/// A call of a layer allocates its output, nothing else, once its workspace has grown; with the caller's own output nothing at
+/// all. The same with weights, and for a step of decoding.
+#[test]
+fn memory_is_bounded_a_layer_allocates_its_output() {
+    let _alone = alone();
+    for &level in levels() {
+        // Small: on this thread. Large: on those of a pool.
+        assert_layer_is_free(level, [2, 3, 16], 1);
+        #[cfg(feature = "rayon")]
+        {
+            let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().expect("threads");
+            warm(&pool);
+            pool.install(|| assert_layer_is_free(level, [4, 90, 64], 5));
+        }
+    }
+}
+
+fn assert_layer_is_free(level: Level, shape: [usize; 3], tries: usize) {
+    let [batch, seq, width] = shape;
+    let w = vec![0.01f32; width * width];
+    let w = Matrix::contiguous(&w, [width, width]).expect("packed");
+    let config = Config::new(width, 4).level(level).rotary(Rotary::half_split(width / 4, 1e4));
+    let layer = MultiHeadAttention::new(config, &Weights::new(w, w, w, w)).expect("weights that fit");
+    let x = vec![0.5f32; batch * seq * width];
+    let (mut out, mut weights) = (x.clone(), vec![0.0f32; batch * seq * seq]);
+    let x = Matrices::contiguous(&x, shape).expect("packed");
+    let (inputs, options) = (Inputs::self_attention(x), Options::new().causal(Diagonal::TopLeft));
+    let mut workspace = Workspace::new();
+    let mut cache = KvCache::<f32>::new(layer.kv_shape(), batch, 4 * seq).expect("memory");
+    let mut into = || {
+        let outputs = layer::Outputs::new(MatricesMut::contiguous(&mut out, shape).expect("packed"));
+        layer.forward_into(&inputs, outputs, &options, &mut workspace).expect("a valid call");
+        let outputs = layer::Outputs::new(MatricesMut::contiguous(&mut out, shape).expect("packed"));
+        let view = HeadsMut::bhsd(&mut weights, [batch, 1, seq, seq]).expect("packed");
+        layer.forward_into(&inputs, outputs.averaged_weights(view), &options, &mut workspace).expect("a valid call");
+        cache.clear();
+        let view = MatricesMut::contiguous(&mut out, shape).expect("packed");
+        layer.decode_into(x, &mut cache, view, &options, &mut workspace).expect("room");
+    };
+    into();
+    let least = (0..tries).map(|_| measure(&mut into)).find(|&used| used == (0, 0));
+    assert_eq!(least, Some((0, 0)), "{shape:?} on {}: three calls allocated, every time", level.name());
+    let mut forward = || drop(layer.forward(&inputs, &options).expect("a valid call"));
+    forward();
+    let bytes = batch * seq * width * size_of::<f32>();
+    let least = (0..tries).map(|_| measure(&mut forward)).find(|&used| used == (1, bytes));
+    assert_eq!(least, Some((1, bytes)), "{shape:?} on {}: more than the output, every time", level.name());
 }

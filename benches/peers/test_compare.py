@@ -47,6 +47,11 @@ class Cases(unittest.TestCase):
         self.assertEqual([case.kind for case in select("^tiny/")], ["tiny"])
         self.assertEqual([case.source for case in select("minilm")], ["minilm"])
 
+    def test_layers_count_their_projections(self) -> None:
+        layer = next(case for case in CASES if case.id == "layer/b32_h8_q10_k10_d64_weights")
+        self.assertEqual(layer.width, 512)
+        self.assertEqual(layer.flops(), 8.0 * 320 * 512 * 512 + 4.0 * 32 * 8 * 100 * 64)
+
     def test_no_match_names_the_kinds(self) -> None:
         with self.assertRaisesRegex(ValueError, "'nothing' matches no case; kinds are prefill, gqa"):
             select("nothing")

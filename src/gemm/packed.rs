@@ -140,10 +140,11 @@ fn aligned<T: Element>(len: usize) -> Result<(Vec<T>, usize)> {
 ///   side by side, else copied in pieces.
 /// - **Any size**: every axis may be 0. With `k == 0` each row is the bias, or 0.
 /// - **NaN and infinity** are carried as IEEE arithmetic does: `0 * NaN` in a sum is NaN.
-/// - **Bits**: an element is one chain of fused multiply-adds (on [`Level::Portable`]: what the build's target has) over
-///   ascending k, to which the bias is added. A row of `out` depends on that row of A, on B, bias and level only: neither on m,
-///   nor on the rows beside it, nor on strides, threads or pool.
-/// - **Accuracy**: the error of an element is at most about `k * EPSILON * sum |a b|`, plus the rounding of the bias and of `out`.
+/// - **Bits**: an element is a sum of chains of fused multiply-adds (on [`Level::Portable`]: what the build's target has) over pieces
+///   of k of one length, in ascending order, to which the bias is added. A row of `out` depends on that row of A, on B, bias and
+///   level only: neither on m, nor on the rows beside it, nor on strides, threads or pool.
+/// - **Accuracy**: the error of an element is at most about `min(k, 256 + k / 256) * EPSILON * sum |a b|`, plus the rounding of the
+///   bias and of `out`.
 /// - **Memory**: nothing is allocated. Working memory is on the stack, up to 120 KiB of it if A is copied, else 10 KiB.
 /// - **Threads**: large products are spread over the rayon pool that the caller is in, in one region.
 ///

@@ -15,6 +15,9 @@ class Case:
 
     `mask` is None, "key" (bool, (batch, 1, 1, seqlen_k), true is seen) or "float" ((1, 1, seqlen_q, seqlen_k), added to
     the scores). `source` names real operands in place of random ones.
+
+    A `layer` is self-attention with its projections: tokens (batch, seqlen_q, heads * dim), four weights with biases;
+    `need_weights` asks for the attention weights, averaged over the heads, too.
     """
 
     kind: str
@@ -27,6 +30,7 @@ class Case:
     causal: bool = False
     mask: str | None = None
     source: str | None = None
+    need_weights: bool = False
 
     @property
     def id(self) -> str:
@@ -34,6 +38,7 @@ class Case:
         groups = f"_kv{self.kv_heads}" if self.kv_heads != self.heads else ""
         sizes = f"b{self.batch}_h{self.heads}{groups}_q{self.seqlen_q}_k{self.seqlen_k}_d{self.dim}"
         options = ("_causal" if self.causal else "") + (f"_{self.mask}mask" if self.mask else "")
+        options += "_weights" if self.need_weights else ""
         return f"{self.kind}/{source}{sizes}{options}"
 
     @property
@@ -50,6 +55,11 @@ class Case:
         return (self.batch, 1, 1, self.seqlen_k) if self.mask == "key" else (1, 1, self.seqlen_q, self.seqlen_k)
 
     @property
+    def width(self) -> int:
+        """Of a token."""
+        return self.heads * self.dim
+
+    @property
     def group(self) -> int:
         return self.heads // self.kv_heads
 
@@ -58,7 +68,9 @@ class Case:
 
     def flops(self) -> float:
         """Operations with all pairs counted, for estimates."""
-        return 4.0 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * self.dim
+        attention = 4.0 * self.batch * self.heads * self.seqlen_q * self.seqlen_k * self.dim
+        projections = 8.0 * self.batch * self.seqlen_q * self.width**2
+        return attention + projections if self.kind == "layer" else attention
 
 
 def _cases() -> Iterator[Case]:
@@ -83,6 +95,15 @@ def _cases() -> Iterator[Case]:
         for mask in MASKS:
             yield Case("masked", 1, 8, 8, seqlen, seqlen, 64, mask=mask)
     yield Case("masked", 8, 12, 12, 28, 28, 32, mask="key", source="minilm")
+    for seqlen, batch, width, heads in (
+        (10, 32, 512, 8),
+        (128, 8, 768, 12),
+        (512, 4, 1024, 16),
+        (2048, 1, 1024, 16),
+        (1, 1, 1024, 16),
+    ):
+        for need_weights in (False, True):
+            yield Case("layer", batch, heads, heads, seqlen, seqlen, width // heads, need_weights=need_weights)
 
 
 CASES = tuple(_cases())

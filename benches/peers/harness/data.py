@@ -66,6 +66,8 @@ class Inputs:
 
     @classmethod
     def write(cls, case: Case, dtype: str, directory: Path) -> "Inputs":
+        if case.kind == "layer":
+            return LayerInputs.write_layer(case, dtype, directory)
         if case.source:
             tensors = safetensors(MINILM)
             q, k, v = (encode(np.ascontiguousarray(tensors[name]), dtype) for name in "qkv")
@@ -97,6 +99,9 @@ class Inputs:
         if case.mask == "key":
             return case.heads * case.seqlen_q * int(self.mask.sum())
         return case.batch * case.heads * pairs
+
+    def flops(self) -> float:
+        return 4.0 * self.case.dim * self.visible_pairs()
 
     def max_error(self, output: np.ndarray) -> float:
         """Largest error of the sampled rows of an output as a share of max|v|; infinite if one is not a number."""
@@ -138,6 +143,65 @@ class Inputs:
             scores = scores + self.mask[0, 0, queries]
         weights = np.exp(scores - scores.max(axis=1, keepdims=True))
         return weights @ v / weights.sum(axis=1, keepdims=True)
+
+
+@dataclass
+class LayerInputs(Inputs):
+    """Tokens in q.bin, (batch, seq, width); in weights.bin the rows of W_q, W_k, W_v and W_o, each (width, width), then
+    their biases."""
+
+    weights: np.ndarray
+
+    @classmethod
+    def write_layer(cls, case: Case, dtype: str, directory: Path) -> "LayerInputs":
+        x = _noise((case.batch, case.seqlen_q, case.width), dtype, 0)
+        rows = 4 * case.width + 4
+        weights = encode(decode(_noise((rows, case.width), dtype, 1)) * np.float32(case.width**-0.5), dtype)
+        x.tofile(directory / "q.bin")
+        weights.tofile(directory / "weights.bin")
+        return cls(case, dtype, directory, x, x, x, None, weights)
+
+    def flops(self) -> float:
+        return self.case.flops()
+
+    def max_error(self, output: np.ndarray) -> float:
+        """Of the sampled rows, as a share of the largest output."""
+        actual = output.reshape(-1, self.case.width)[self.rows].astype(np.float64)
+        error = float(np.abs(actual - self.expected).max()) / self.scale
+        return error if math.isfinite(error) else math.inf
+
+    @cached_property
+    def rows(self) -> np.ndarray:
+        """Sampled tokens of the first and the last item."""
+        case = self.case
+        choose = np.random.default_rng(0).choice
+        queries = choose(case.seqlen_q, min(case.seqlen_q, 64), replace=False)
+        return np.unique(np.concatenate([queries, queries + (case.batch - 1) * case.seqlen_q]))
+
+    @cached_property
+    def expected(self) -> np.ndarray:
+        """Those tokens in f64."""
+        case, width = self.case, self.case.width
+        w = decode(self.weights).astype(np.float64)
+        weights, biases = w[: 4 * width].reshape(4, width, width), w[4 * width :]
+        items = []
+        for item in np.unique(self.rows // case.seqlen_q):
+            x = decode(self.q[item]).astype(np.float64)
+            queries = self.rows[self.rows // case.seqlen_q == item] % case.seqlen_q
+            inputs = (x[queries], x, x)
+            q, k, v = (
+                (of @ weights[i].T + biases[i]).reshape(-1, case.heads, case.dim).swapaxes(0, 1)
+                for i, of in enumerate(inputs)
+            )
+            scores = q @ k.swapaxes(1, 2) / math.sqrt(case.dim)
+            shares = np.exp(scores - scores.max(axis=2, keepdims=True))
+            heads = shares @ v / shares.sum(axis=2, keepdims=True)
+            items.append(heads.swapaxes(0, 1).reshape(-1, width) @ weights[3].T + biases[3])
+        return np.concatenate(items)
+
+    @cached_property
+    def scale(self) -> float:
+        return float(np.abs(self.expected).max())
 
 
 def _noise(shape: tuple[int, ...], dtype: str, seed: int) -> np.ndarray:

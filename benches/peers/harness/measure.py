@@ -15,6 +15,7 @@ from .worker import Worker, WorkerDied, WorkerError
 
 # Turns that a row aims at, each peer running for its share of a turn.
 TURNS = 5
+WITH_LAYERS = (OURS, "torch")
 
 
 @dataclass
@@ -59,7 +60,7 @@ class Measurement:
         else:
             entries = self._one_at_a_time(workers)
         answers = {worker.peer: best_answer([e.answer for e in entries if e.peer == worker.peer]) for worker in workers}
-        flops = 4.0 * case.dim * self.inputs.visible_pairs()
+        flops = self.inputs.flops()
         notes = {peer: why for peer, why in self.notes.items() if answers.get(peer) is None}
         return Row(case.id, dtype, self.precision, self.threads, level, flops, answers, notes)
 
@@ -93,6 +94,10 @@ class Measurement:
             "threads": self.threads,
             "directory": str(inputs.directory),
         }
+        if inputs.case.kind == "layer":
+            without = [worker.peer for worker in workers if worker.peer not in WITH_LAYERS]
+            self.notes.update(dict.fromkeys(without, "it has no such layer"))
+            workers = [worker for worker in workers if worker.peer in WITH_LAYERS]
         asked = [worker for worker in workers if self._tell(worker, worker.send, "prepare", **request) is not None]
         entries = []
         for worker in asked:

@@ -27,12 +27,18 @@ class Problem:
     k: np.ndarray
     v: np.ndarray
     mask: np.ndarray | None
+    # Of a layer: four of (width, width) rows, then four biases.
+    weights: np.ndarray | None = None
 
     @classmethod
     def read(cls, request: dict[str, Any]) -> "Problem":
         case, directory = Case(**request["case"]), Path(request["directory"])
         dtype = request["dtype"]
         of = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}[dtype]
+        if case.kind == "layer":
+            x = np.fromfile(directory / "q.bin", of).reshape(case.batch, case.seqlen_q, case.width)
+            weights = np.fromfile(directory / "weights.bin", of).reshape(-1, case.width)
+            return cls(case, dtype, request["precision"], request["threads"], x, x, x, None, weights)
         q, k, v = (
             np.fromfile(directory / f"{name}.bin", of).reshape(shape)
             for name, shape in (("q", case.q_shape), ("k", case.kv_shape), ("v", case.kv_shape))

@@ -1,4 +1,4 @@
-"""PyTorch: F.scaled_dot_product_attention."""
+"""PyTorch: F.scaled_dot_product_attention, and nn.MultiheadAttention."""
 
 import os
 
@@ -19,9 +19,39 @@ def output(result: torch.Tensor) -> np.ndarray:
     return result.float().numpy()
 
 
+def prepare_layer(problem: Problem) -> Prepared:
+    """In evaluation mode, with and without its fast path, batch first and (as it is by default) sequence first."""
+    case, width = problem.case, problem.case.width
+    x, weights = tensor(problem.q), tensor(problem.weights)
+
+    def layer(batch_first: bool, fast: bool) -> Variant:
+        module = torch.nn.MultiheadAttention(width, case.heads, batch_first=batch_first, dtype=x.dtype).eval()
+        module.in_proj_weight.copy_(weights[: 3 * width])
+        module.out_proj.weight.copy_(weights[3 * width : 4 * width])
+        module.in_proj_bias.copy_(weights[4 * width : 4 * width + 3].flatten())
+        module.out_proj.bias.copy_(weights[4 * width + 3])
+        tokens = x if batch_first else x.transpose(0, 1).contiguous()
+
+        def run() -> torch.Tensor:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            return module(tokens, tokens, tokens, need_weights=case.need_weights)[0]
+
+        return Variant(run, lambda out: output(out if batch_first else out.transpose(0, 1).contiguous()))
+
+    return try_variants(
+        {
+            "fast path": lambda: layer(True, True),
+            "batch first": lambda: layer(True, False),
+            "sequence first": lambda: layer(False, False),
+        }
+    )
+
+
 def prepare(problem: Problem) -> Prepared:
     case = problem.case
     torch.set_float32_matmul_precision(problem.precision)
+    if case.kind == "layer":
+        return prepare_layer(problem)
     q, k, v = tensor(problem.q), tensor(problem.k), tensor(problem.v)
     mask = None
     is_causal = case.causal and case.seqlen_q == case.seqlen_k

@@ -12,6 +12,7 @@ use crate::{Result, memory};
 
 #[derive(Clone, Debug, Deserialize)]
 pub(crate) struct Case {
+    pub(crate) kind: String,
     pub(crate) batch: usize,
     pub(crate) heads: usize,
     pub(crate) kv_heads: usize,
@@ -21,6 +22,8 @@ pub(crate) struct Case {
     /// The last query sees all keys, the one before all but the last.
     pub(crate) causal: bool,
     pub(crate) mask: Option<MaskKind>,
+    /// Of a layer: whether attention weights are wanted, too.
+    pub(crate) need_weights: bool,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize)]
@@ -85,6 +88,13 @@ impl Problem {
     pub(crate) fn qkv<T: Zeroable + NoUninit + AnyBitPattern>(&self) -> Result<[Vec<T>; 3]> {
         let (q, kv) = (self.case.q_shape(), self.case.kv_shape());
         Ok([self.read("q.bin", q)?, self.read("k.bin", kv)?, self.read("v.bin", kv)?])
+    }
+
+    /// Tokens (batch, seq, heads * dim) of a layer, and its weights: rows of W_q, W_k, W_v and W_o, then their biases.
+    #[cfg(feature = "ours")]
+    pub(crate) fn layer<T: Zeroable + NoUninit + AnyBitPattern>(&self) -> Result<[Vec<T>; 2]> {
+        let width = self.case.heads * self.case.dim;
+        Ok([self.read("q.bin", self.case.q_shape())?, self.read("weights.bin", [1, 1, 4 * width + 4, width])?])
     }
 
     pub(crate) fn key_mask(&self) -> Result<Option<Vec<bool>>> {
