@@ -104,6 +104,29 @@ pub enum Error {
     },
     /// No sequence of this cache has the id, or none has it any more.
     UnknownSequence,
+    /// A tensor has more or fewer axes than its place allows.
+    Rank {
+        /// Which operand.
+        operand: &'static str,
+        /// How many it may have.
+        expected: &'static str,
+        /// How many it has.
+        actual: usize,
+    },
+    /// An argument is not there that another one needs.
+    Missing {
+        /// What is not there.
+        argument: &'static str,
+        /// What needs it.
+        needed_by: &'static str,
+    },
+    /// Two arguments of which there may be only one.
+    Conflict {
+        /// One of them.
+        argument: &'static str,
+        /// The other.
+        with: &'static str,
+    },
 }
 
 impl fmt::Display for Error {
@@ -140,6 +163,9 @@ impl fmt::Display for Error {
                 write!(f, "token {needed} is needed and has been overwritten, the oldest left is {oldest}")
             }
             Self::UnknownSequence => write!(f, "the cache has no sequence of this id"),
+            Self::Rank { operand, expected, actual } => write!(f, "{operand} has {actual} axes, expected {expected}"),
+            Self::Missing { argument, needed_by } => write!(f, "{argument} is missing, {needed_by} needs it"),
+            Self::Conflict { argument, with } => write!(f, "{argument} and {with} exclude each other"),
         }
     }
 }
