@@ -139,6 +139,29 @@ pub enum Error {
         /// What the format's own library has to say.
         reason: String,
     },
+    /// A tensor has more or fewer axes than its place allows.
+    Rank {
+        /// Which operand.
+        operand: &'static str,
+        /// How many it may have.
+        expected: &'static str,
+        /// How many it has.
+        actual: usize,
+    },
+    /// An argument is not there that another one needs.
+    Missing {
+        /// What is not there.
+        argument: &'static str,
+        /// What needs it.
+        needed_by: &'static str,
+    },
+    /// Two arguments of which there may be only one.
+    Conflict {
+        /// One of them.
+        argument: &'static str,
+        /// The other.
+        with: &'static str,
+    },
 }
 
 impl fmt::Display for Error {
@@ -187,6 +210,9 @@ impl fmt::Display for Error {
                 write!(f, "tensor {name} has type {actual}, expected f32, f16 or bf16")
             }
             Self::Checkpoint { reason } => write!(f, "the checkpoint cannot be read: {reason}"),
+            Self::Rank { operand, expected, actual } => write!(f, "{operand} has {actual} axes, expected {expected}"),
+            Self::Missing { argument, needed_by } => write!(f, "{argument} is missing, {needed_by} needs it"),
+            Self::Conflict { argument, with } => write!(f, "{argument} and {with} exclude each other"),
         }
     }
 }

@@ -2,7 +2,8 @@
 //!
 //! [`multi_head`] is fused multi-head attention in one call, [`MultiHead`] the same as a plan; [`Options`] has everything that
 //! may be asked of it. [`cache`] has caches for decoding, [`attention`] is one head, [`softmax`] and [`gemm`] are the building
-//! blocks, and [`mod@reference`] has all of it in plain `f64`, as an oracle for tests.
+//! blocks, and [`mod@reference`] has all of it in plain `f64`, as an oracle for tests. With the feature `onnx` there is ONNX's operator
+//! `Attention`, in the module `onnx`.
 //!
 //! Operands are strided views ([`Heads`], [`HeadsMut`]), packed sequences ([`Ragged`]) or pages ([`Paged`]) over slices of `f32`,
 //! [`half::f16`] or [`half::bf16`]. All functions are safe; bad input gives an [`Error`] before anything is written.
@@ -38,6 +39,8 @@ pub mod layer;
 mod level;
 mod mask;
 mod multi_head;
+#[cfg(feature = "onnx")]
+pub mod onnx;
 mod options;
 mod parallel;
 #[doc(hidden)]

@@ -1,6 +1,8 @@
 use std::path::Path;
 
-use safetensors::{Dtype, SafeTensors, tensor::TensorView};
+use half::{bf16, f16};
+use safetensors::tensor::{Metadata, TensorView};
+use safetensors::{Dtype, SafeTensors};
 
 /// A packed array.
 #[derive(Clone, Debug)]
@@ -25,6 +27,7 @@ impl<T> Tensor<T> {
 /// A pair of files in `tests/data`: tensors, and JSON about them.
 pub(crate) struct Golden {
     tensors: Vec<u8>,
+    metadata: Metadata,
     pub(crate) json: serde_json::Value,
 }
 
@@ -36,7 +39,10 @@ impl Golden {
             std::fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()))
         };
         let json = serde_json::from_slice(&read("json")).expect("golden JSON parses");
-        Self { tensors: read("safetensors"), json }
+        let mut tensors = read("safetensors");
+        let (header, metadata) = SafeTensors::read_metadata(&tensors).expect("golden tensors parse");
+        tensors.drain(..size_of::<u64>() + header);
+        Self { tensors, metadata, json }
     }
 
     /// The list `cases` of the JSON file.
@@ -45,7 +51,9 @@ impl Golden {
     }
 
     fn tensor(&self, key: &str) -> Option<TensorView<'_>> {
-        SafeTensors::deserialize(&self.tensors).expect("golden tensors parse").tensor(key).ok()
+        let info = self.metadata.info(key)?;
+        let (start, end) = info.data_offsets;
+        Some(TensorView::new(info.dtype, info.shape.clone(), &self.tensors[start..end]).expect("golden tensors fit"))
     }
 
     /// Type of a tensor, or `None` if there is none of that name.
@@ -63,6 +71,18 @@ impl Golden {
 
     pub(crate) fn f32(&self, key: &str) -> Tensor<f32> {
         self.read(key, Dtype::F32, f32::from_le_bytes)
+    }
+
+    pub(crate) fn f16(&self, key: &str) -> Tensor<f16> {
+        self.read(key, Dtype::F16, f16::from_le_bytes)
+    }
+
+    pub(crate) fn bf16(&self, key: &str) -> Tensor<bf16> {
+        self.read(key, Dtype::BF16, bf16::from_le_bytes)
+    }
+
+    pub(crate) fn i64(&self, key: &str) -> Tensor<i64> {
+        self.read(key, Dtype::I64, i64::from_le_bytes)
     }
 
     pub(crate) fn i32(&self, key: &str) -> Tensor<i32> {

@@ -130,6 +130,11 @@ impl<T: Bits> PoisonedInput<T> {
         Heads::with_strides(&self.storage[BEFORE..], self.shape, self.strides).expect("the storage holds the view")
     }
 
+    /// The storage from the view's first element on, and the view's strides.
+    pub(crate) fn parts(&self) -> (&[T], [usize; 4]) {
+        (&self.storage[BEFORE..], self.strides)
+    }
+
     /// The elements of the view, packed.
     pub(crate) fn packed(&self) -> Vec<T> {
         positions(self.shape, self.strides).map(|place| self.storage[place]).collect()
@@ -158,6 +163,11 @@ impl<T: Bits> PoisonedOutput<T> {
     pub(crate) fn view(&mut self) -> HeadsMut<'_, T> {
         HeadsMut::with_strides(&mut self.storage[BEFORE..], self.shape, self.strides)
             .expect("the storage holds the view")
+    }
+
+    /// As [`PoisonedInput::parts`].
+    pub(crate) fn parts(&mut self) -> (&mut [T], [usize; 4]) {
+        (&mut self.storage[BEFORE..], self.strides)
     }
 
     /// The elements of the view, packed.
