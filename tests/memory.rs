@@ -455,9 +455,9 @@ fn assert_layer_is_free(level: Level, shape: [usize; 3], tries: usize) {
     into();
     let least = (0..tries).map(|_| measure(&mut into)).find(|&used| used == (0, 0));
     assert_eq!(least, Some((0, 0)), "{shape:?} on {}: three calls allocated, every time", level.name());
-    let mut forward = || drop(layer.forward(&inputs, &options).expect("a valid call"));
+    let forward = || drop(layer.forward(&inputs, &options).expect("a valid call"));
     forward();
     let bytes = batch * seq * width * size_of::<f32>();
-    let least = (0..tries).map(|_| measure(&mut forward)).find(|&used| used == (1, bytes));
+    let least = (0..tries).map(|_| measure(forward)).find(|&used| used == (1, bytes));
     assert_eq!(least, Some((1, bytes)), "{shape:?} on {}: more than the output, every time", level.name());
 }

@@ -93,7 +93,7 @@ impl Turns {
         if self.rotary.as_ref() == Some(rotary) && covered {
             return Ok(());
         }
-        let len = positions.len().checked_mul(rotary.dim).unwrap_or(usize::MAX);
+        let len = positions.len().saturating_mul(rotary.dim);
         let memory = |_| Error::Memory { bytes: len.saturating_mul(size_of::<f32>()) };
         self.table.clear();
         self.table.try_reserve(len).map_err(memory)?;
