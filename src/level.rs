@@ -2,6 +2,8 @@
 
 use std::sync::OnceLock;
 
+#[cfg(all(target_arch = "aarch64", target_feature = "neon"))]
+use crate::arch::Neon;
 use crate::arch::Portable;
 #[cfg(target_arch = "x86_64")]
 use crate::arch::{Avx2, Avx512};
@@ -25,10 +27,12 @@ pub enum Level {
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ and VL besides.
     Avx512,
+    /// aarch64 with NEON.
+    Neon,
 }
 
 impl Level {
-    const ALL: [Self; 3] = [Self::Portable, Self::Avx2, Self::Avx512];
+    const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Neon];
 
     /// The best level of this machine, lowered to what the environment variable `POLYHEAD_MAX_LEVEL` names when the first call
     /// reads it. A name that is no level's lowers it to `Portable`: a typing error can cost speed but not run what the machine
@@ -53,6 +57,7 @@ impl Level {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Neon => "neon",
         }
     }
 
@@ -68,7 +73,9 @@ impl Level {
             Self::Avx2 => Avx2::new().is_some(),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => Avx512::new().is_some(),
-            #[cfg(not(target_arch = "x86_64"))]
+            #[cfg(all(target_arch = "aarch64", target_feature = "neon"))]
+            Self::Neon => true,
+            #[allow(unreachable_patterns, reason = "what is left depends on the target")]
             _ => false,
         }
     }
@@ -84,6 +91,10 @@ impl Level {
                 return op.run(lanes);
             }
         }
+        #[cfg(all(target_arch = "aarch64", target_feature = "neon"))]
+        if self == Self::Neon {
+            return op.run(Neon);
+        }
         op.run(Portable)
     }
 
@@ -95,7 +106,9 @@ impl Level {
             Self::Avx2 => Avx2::LANES,
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => Avx512::LANES,
-            #[cfg(not(target_arch = "x86_64"))]
+            #[cfg(all(target_arch = "aarch64", target_feature = "neon"))]
+            Self::Neon => Neon::LANES,
+            #[allow(unreachable_patterns, reason = "what is left depends on the target")]
             _ => Portable::LANES,
         }
     }

@@ -73,8 +73,7 @@ impl<T: Element> Scores<'_, '_, T> {
         let (first, end) = problem.band(batch).range(query);
         for (key, score) in scores.iter_mut().enumerate() {
             let index = [batch, head, query, key];
-            let seen =
-                (first..end).contains(&key) && problem.masks().all(|(mask, attend)| mask.get(index) == *attend);
+            let seen = (first..end).contains(&key) && problem.masks().all(|(mask, attend)| mask.get(index) == *attend);
             let bias = problem.biases().next().filter(|_| seen).map_or(0.0, |bias| bias.get(index));
             *score = if seen && bias != f32::NEG_INFINITY { *score + bias } else { f32::NEG_INFINITY };
         }

@@ -1,0 +1,5 @@
+//! Levels of aarch64.
+
+mod neon;
+
+pub(crate) use neon::Neon;
