@@ -116,6 +116,16 @@ class Guesses(unittest.TestCase):
         self.assertAlmostEqual(pace.guess(("torch",), self.causal, 1), 3.0)
         self.assertAlmostEqual(pace.guess(("torch",), self.small, 1), 5.0)
 
+    def test_nearest_size_counts(self) -> None:
+        """Who keeps all scores slows down when they leave the cache."""
+        pace, longest = Pace(), Case("prefill", 1, 8, 8, 2048, 2048, 64)
+        for case, ms in ((longest, 320.0), (self.small, 5.0)):
+            pace.learn(("numpy",), case, 1, ms)
+        self.assertAlmostEqual(pace.guess(("numpy",), self.small, 1), 5.0)
+        self.assertAlmostEqual(pace.guess(("numpy",), Case("prefill", 1, 8, 8, 2048, 2048, 128), 1), 640.0)
+        pace.learn(("numpy",), longest, 1, 160.0)
+        self.assertAlmostEqual(pace.guess(("numpy",), longest, 1), 160.0)
+
     def test_fewer_threads_bound_more(self) -> None:
         pace = Pace()
         pace.learn(("torch",), self.small, 1, 5.0)
