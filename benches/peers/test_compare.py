@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import json
 import os
 import subprocess
@@ -120,6 +121,16 @@ class Guesses(unittest.TestCase):
         self.assertAlmostEqual(pace.guess(("torch",), self.causal, 1), 3.0)
         self.assertAlmostEqual(pace.guess(("torch",), self.small, 1), 5.0)
 
+    def test_nearest_size_counts(self) -> None:
+        """Who keeps all scores slows down when they leave the cache."""
+        pace, longest = Pace(), Case("prefill", 1, 8, 8, 2048, 2048, 64)
+        for case, ms in ((longest, 320.0), (self.small, 5.0)):
+            pace.learn(("numpy",), case, 1, ms)
+        self.assertAlmostEqual(pace.guess(("numpy",), self.small, 1), 5.0)
+        self.assertAlmostEqual(pace.guess(("numpy",), Case("prefill", 1, 8, 8, 2048, 2048, 128), 1), 640.0)
+        pace.learn(("numpy",), longest, 1, 160.0)
+        self.assertAlmostEqual(pace.guess(("numpy",), longest, 1), 160.0)
+
     def test_fewer_threads_bound_more(self) -> None:
         pace = Pace()
         pace.learn(("torch",), self.small, 1, 5.0)
@@ -169,6 +180,10 @@ class Flags(unittest.TestCase):
         self.assertEqual((options.dtypes, options.threads, options.precision), (["f32"], [1], ["highest"]))
         self.assertEqual(options.cases, list(CASES))
         self.assertNotIn("jax", options.peers)
+        self.assertNotIn("burn", options.peers)
+
+    def test_peers_beyond_the_default_are_there_if_named(self) -> None:
+        self.assertEqual(compare.parse(["--peers", "ours,burn,jax"]).peers, ["ours", "burn", "jax"])
 
     def test_lists(self) -> None:
         options = compare.parse(["--dtypes", "bf16,f32,bf16", "--peers", "ours,numpy", "--cases", "tiny"])
@@ -208,6 +223,30 @@ class Setup(unittest.TestCase):
         self.assertEqual(environment.packages(["ours", "candle"]), ["numpy"])
         self.assertEqual(environment.packages(["rten", "onnxruntime"]), ["numpy", "onnx", "onnxruntime"])
         self.assertEqual(environment.build_runners(["numpy", "torch"]), {})
+
+    def builds(self, peers: list[str]) -> tuple[dict[str, str], dict[str, Path]]:
+        """Features by target directory of what is built for these peers, and the programs that they get."""
+        commands = []
+        with mock.patch.object(environment, "_step", lambda command, *_: commands.append(command)):
+            binaries = environment.build_runners(peers)
+        options = [dict(itertools.pairwise(command)) for command in commands]
+        built = {Path(option["--target-dir"]).name: option["--features"] for option in options}
+        self.assertEqual(len(built), len(commands))
+        self.assertTrue(all("--no-default-features" in command for command in commands))
+        return built, binaries
+
+    def test_burn_is_not_built_by_default(self) -> None:
+        built, binaries = self.builds(list(environment.DEFAULT_PEERS))
+        self.assertEqual(built, {"cargo-ours": "ours", "cargo-others": "candle,rten"})
+        self.assertEqual(set(binaries), {"ours", "candle", "rten"})
+        self.assertEqual(binaries["candle"], binaries["rten"])
+
+    def test_burn_is_a_program_of_its_own_if_named(self) -> None:
+        built, binaries = self.builds(["numpy", "rten", "burn"])
+        self.assertEqual(built, {"cargo-others": "rten", "cargo-burn": "burn"})
+        self.assertEqual(binaries["burn"], self.directory / "cargo-burn/release/attend")
+        self.assertNotEqual(binaries["burn"], binaries["rten"])
+        self.assertEqual(environment.packages(["burn"]), ["numpy"])
 
     def test_a_failing_step_is_one_line(self) -> None:
         command = [sys.executable, "-c", "print('working'); print('ERROR: no such thing'); raise SystemExit(3)"]

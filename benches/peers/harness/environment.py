@@ -9,10 +9,12 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 ROOT = HERE.parents[1]
 
-# jax is there for whoever names it: it is far from the best in all that we looked at.
-PEERS = ("ours", "torch", "onnxruntime", "openvino", "numpy", "candle", "rten", "jax")
+# The last two are there for whoever names them: jax is far from the best in all that we looked at, and burn takes
+# minutes to build.
+PEERS = ("ours", "torch", "onnxruntime", "openvino", "numpy", "candle", "rten", "jax", "burn")
 DEFAULT_PEERS = PEERS[:7]
-RUST_PEERS = ("candle", "rten")
+# Programs of `rust` besides ours, and the peers that each may hold. Who does not name burn builds nothing of it.
+RUST_PROGRAMS = {"others": ("candle", "rten"), "burn": ("burn",)}
 
 PINS = {
     "numpy": "2.4.6",
@@ -93,17 +95,19 @@ def build_runners(peers: Iterable[str]) -> dict[str, Path]:
     binaries = {}
     if "ours" in peers:
         binaries["ours"] = _cargo("ours", [], {})
-    others = [peer for peer in RUST_PEERS if peer in peers]
-    if others:
-        cpu = "x86-64-v3" if _held_to_avx2() else "native"
-        binary = _cargo("others", others, {"RUSTFLAGS": f"-C target-cpu={cpu}"})
-        binaries |= dict.fromkeys(others, binary)
+    cpu = "x86-64-v3" if _held_to_avx2() else "native"
+    for name, may_hold in RUST_PROGRAMS.items():
+        features = [peer for peer in may_hold if peer in peers]
+        if features:
+            binary = _cargo(name, features, {"RUSTFLAGS": f"-C target-cpu={cpu}"})
+            binaries |= dict.fromkeys(features, binary)
     return binaries
 
 
 def _cargo(name: str, features: list[str], variables: dict[str, str]) -> Path:
     target = directory() / f"cargo-{name}"
-    say(f"building the runner of {', '.join(features) or name}")
+    patience = " (minutes, the first time)" if "burn" in features else ""
+    say(f"building the runner of {', '.join(features) or name}{patience}")
     manifest = HERE / "rust/Cargo.toml"
     command = ["cargo", "build", "--release", "--locked", "--manifest-path", str(manifest), "--target-dir", str(target)]
     command += ["--no-default-features", "--features", ",".join(features or ["ours"])]

@@ -1,5 +1,6 @@
 """What a call will take, guessed from what calls took before."""
 
+import math
 from dataclasses import dataclass, field
 
 from .cases import Case
@@ -7,9 +8,9 @@ from .cases import Case
 
 @dataclass
 class Pace:
-    """Time per operation of each (peer, variant, ...), number of threads and kind of problem, as last seen."""
+    """Time per operation of each (peer, variant, ...), kind of problem, number of threads and size, as last seen."""
 
-    _ms_per_flop: dict[tuple[object, ...], dict[int, float]] = field(default_factory=dict)
+    _ms_per_flop: dict[tuple[object, ...], dict[int, dict[float, float]]] = field(default_factory=dict)
 
     @staticmethod
     def _keys(who: tuple[object, ...], case: Case) -> list[tuple[object, ...]]:
@@ -18,13 +19,19 @@ class Pace:
 
     def learn(self, who: tuple[object, ...], case: Case, threads: int, ms: float) -> None:
         for key in self._keys(who, case):
-            self._ms_per_flop.setdefault(key, {})[threads] = ms / case.flops()
+            by_size = self._ms_per_flop.setdefault(key, {}).setdefault(threads, {})
+            by_size[case.flops()] = ms / case.flops()
 
     def guess(self, who: tuple[object, ...], case: Case, threads: int) -> float | None:
-        """Milliseconds, None if nothing is known. Fewer threads bound it, since more should not be slower: one slow
-        moment of the machine then leaves nobody out."""
+        """Milliseconds by the problem nearest in size, None if nothing is known. Fewer threads bound it, since more
+        should not be slower: one slow moment of the machine then leaves nobody out."""
+        size = case.flops()
         for key in self._keys(who, case):
-            paces = [pace for count, pace in self._ms_per_flop.get(key, {}).items() if count <= threads]
+            paces = [
+                by_size[min(by_size, key=lambda seen: abs(math.log(seen / size)))]
+                for count, by_size in self._ms_per_flop.get(key, {}).items()
+                if count <= threads
+            ]
             if paces:
-                return min(paces) * case.flops()
+                return min(paces) * size
         return None

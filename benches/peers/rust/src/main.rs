@@ -8,6 +8,8 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
+#[cfg(feature = "burn")]
+mod burn;
 #[cfg(feature = "candle")]
 mod candle;
 mod memory;
@@ -33,6 +35,8 @@ fn peer(name: &str) -> Result<Peer> {
     match name {
         #[cfg(feature = "ours")]
         "ours" => Ok(ours::peer()),
+        #[cfg(feature = "burn")]
+        "burn" => Ok(Peer { version: "0.22.1", level: None, prepare: burn::prepare }),
         #[cfg(feature = "candle")]
         "candle" => Ok(Peer { version: "0.11.1", level: None, prepare: candle::prepare }),
         #[cfg(feature = "rten")]
