@@ -15,10 +15,14 @@ use crate::view::{AnyRowBlock, Layout, RowBlock};
 pub(crate) const BLOCK_ROWS: usize = 72;
 /// Columns of a block, at most: whole panels of every level.
 pub(crate) const BLOCK_COLUMNS: usize = 128;
-/// Length of a piece of k: of a panel it is 16 KiB (AVX2), which stay in L1 while all rows of the block meet them.
-const PIECE: usize = 256;
+/// Length of a piece of k: of a panel it is 64 KiB (AVX2), which stay in L2 while all rows of the block meet them. Sums are put aside
+/// between pieces, which costs more than L1 would gain: 2048 x 1024 x 1024 has 89 / 91 / 93 / 94 GFLOP/s with pieces of 192 / 256 / 512 /
+/// 1024, and 87.5 with 256 and blocks of 144 rows (AMD EPYC, Zen 3, one core, AVX2, 2026-11-30; matrixmultiply 85).
+const PIECE: usize = 1024;
+/// The same where A is copied, piece by piece.
+const COPIED_PIECE: usize = 256;
 /// Floats between rows of A that are copied: not a power of two, which would put all of them in a few sets of L1.
-const COPY_STRIDE: usize = PIECE + 16;
+const COPY_STRIDE: usize = COPIED_PIECE + 16;
 /// Blocks of no more rows than this take less room for copies: a vector of zeros costs as much as a product of a few rows.
 const FEW: usize = 12;
 /// The largest `MR` of any level.
@@ -84,13 +88,25 @@ impl Op for Block<'_, '_> {
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         let [rows, _] = self.out.ranges();
-        if self.a.in_place(rows.start, rows.end).is_some() {
+        if let Some(a) = self.a.in_place(rows.start, rows.end) {
+            if piece::<L>(Some(&a), rows.len()) >= a.width {
+                return with_room::<L, 0, 0>(l, self);
+            }
             with_room::<L, 0, { BLOCK_ROWS * 2 * MAX_LANES }>(l, self);
         } else if rows.len() <= FEW {
             with_room::<L, { FEW * COPY_STRIDE }, { FEW * BLOCK_COLUMNS }>(l, self);
         } else {
             with_room::<L, { BLOCK_ROWS * COPY_STRIDE }, { BLOCK_ROWS * BLOCK_COLUMNS }>(l, self);
         }
+    }
+}
+
+/// Length of the pieces of k: all of it if a panel is used once.
+fn piece<L: Lanes>(in_place: Option<&Rows<'_>>, rows: usize) -> usize {
+    match in_place {
+        Some(a) if rows <= L::MR => a.width,
+        Some(_) => PIECE,
+        None => COPIED_PIECE,
     }
 }
 
@@ -133,7 +149,7 @@ impl<T: Operand> Op for Typed<'_, '_, '_, T> {
             _ => 1,
         };
         let in_place = block.a.in_place(rows.start, rows.end);
-        let piece = if in_place.is_some() && rows.len() <= L::MR { k } else { PIECE };
+        let piece = piece::<L>(in_place.as_ref(), rows.len());
         // Copies serve all panels; what is read in place needs no more sums than one tile of panels has.
         let group = if in_place.is_some() { at_once } else { panels.len() };
         let mut first = panels.start;
@@ -198,7 +214,7 @@ fn product<L: Lanes, T: Operand>(
 }
 
 /// Not inlined: with all tiles in one function there are not enough registers for the addresses of rows, and loads of them in the
-/// innermost loop take a quarter of the speed.
+/// innermost loop take a quarter of the speed (54 against 70 GFLOP/s, 1024 x 1024 x 1024, AVX2, on a busy machine).
 #[inline(never)]
 fn outlined<L: Lanes, O: Op<Output = ()>>(l: L, op: O) {
     l.vectorize(op);
