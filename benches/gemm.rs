@@ -1,12 +1,13 @@
 //! `polyhead::gemm`: square, skinny, transposed and batched products, in FLOP/s, on the threads of the global pool.
 //!
 //! Skinny ids ending in `_loop` are the plain loop that the crate should beat; square ones ending in `_matrixmultiply` are one
-//! call of matrixmultiply, on one thread. `RAYON_NUM_THREADS=1 cargo bench --bench gemm` compares like with like.
+//! call of matrixmultiply, on one thread. `gemm/packed` has projections: `_plain` with the weights as they are, the others packed,
+//! in the element type of the id. `RAYON_NUM_THREADS=1 cargo bench --bench gemm` compares like with like.
 #![allow(missing_docs, reason = "criterion_group! generates an undocumented function")]
 
 use criterion::{BenchmarkGroup, Criterion, Throughput, criterion_group, criterion_main, measurement::WallTime};
-use polyhead::gemm::{GemmElement, gemm, gemm_batched};
-use polyhead::{Matrices, MatricesMut, Matrix, MatrixMut, reference};
+use polyhead::gemm::{GemmElement, PackedMatrix, gemm, gemm_batched, gemm_packed};
+use polyhead::{Element, Matrices, MatricesMut, Matrix, MatrixMut, reference};
 use std::hint::black_box;
 use std::time::Duration;
 
@@ -183,5 +184,50 @@ fn batched(criterion: &mut Criterion) {
     group.finish();
 }
 
-criterion_group!(benches, single, batched);
+/// A (m, k) in `f32` times weights of some type, packed, and a bias.
+fn packed_as<T: Element>(group: &mut BenchmarkGroup<'_, WallTime>, a: &[f32], weights: &[f32], [m, n, k]: [usize; 3]) {
+    let narrow: Vec<T> = weights.iter().map(|&x| T::from_f32_nearest(x)).collect();
+    let wide: Vec<f32> = narrow.iter().map(|x| x.to_f32()).collect();
+    let b = PackedMatrix::new(&Product::view(&narrow, [k, n], false), None).expect("there is memory for it");
+    let (a, bias, mut c) = (Product::view(a, [m, k], false), vec![0.0; n], vec![0.0f32; m * n]);
+    let call = |c: &mut [f32]| {
+        let mut c = MatrixMut::contiguous(c, [m, n]).expect("the data fit the shape");
+        gemm_packed(black_box(&a), black_box(&b), Some(&bias), &mut c).expect("the shapes fit");
+    };
+    call(&mut c);
+    assert_some(&a, &Product::view(&wide, [k, n], false), &c);
+    let id = format!("{}_{}", Product::new(m, n, k).id(), T::NAME);
+    group.bench_function(id, |bench| bench.iter(|| call(black_box(&mut c))));
+}
+
+/// Projections of attention: weights packed once against weights as they are.
+fn packed(criterion: &mut Criterion) {
+    let mut group = settings(criterion, "gemm/packed");
+    for [m, k, n] in [
+        [1, 1024, 3072],
+        [4, 512, 1536],
+        [10, 384, 1152],
+        [32, 768, 2304],
+        [128, 384, 1536],
+        [320, 512, 1536],
+        [1024, 768, 2304],
+        [2048, 1024, 1024],
+        [100, 64, 64],
+    ] {
+        let (a, b, mut c) = (noise::<f32>(m * k, 1), noise::<f32>(k * n, 2), vec![0.0; m * n]);
+        group.throughput(Throughput::Elements(2 * (m * n * k) as u64));
+        let (av, bv) = (Product::view(&a, [m, k], false), Product::view(&b, [k, n], false));
+        group.bench_function(format!("{}_plain", Product::new(m, n, k).id()), |bench| {
+            bench.iter(|| {
+                let mut c = MatrixMut::contiguous(black_box(&mut c), [m, n]).expect("the data fit the shape");
+                gemm(1.0, black_box(&av), black_box(&bv), 0.0, &mut c).expect("the shapes fit");
+            });
+        });
+        packed_as::<f32>(&mut group, &a, &b, [m, n, k]);
+        packed_as::<half::bf16>(&mut group, &a, &b, [m, n, k]);
+    }
+    group.finish();
+}
+
+criterion_group!(benches, single, batched, packed);
 criterion_main!(benches);

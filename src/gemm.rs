@@ -27,6 +27,9 @@
 //! What a product with few columns or rows depends on is how fast the other matrix is read: it is not packed but read in
 //! place, fastest if contiguous along one axis.
 //!
+//! Weights that serve many products are packed once: [`PackedMatrix`] and [`gemm_packed`], the kernels of this crate for `f32`, `f16`
+//! and `bf16`, with promises of their own.
+//!
 //! Small products stay on the caller's thread; others are spread over the rayon pool that the caller is in.
 
 #![allow(

@@ -13,8 +13,8 @@ use half::{bf16, f16};
 use polyhead::cache::KvCache;
 use polyhead::layer::{self, Config, Inputs, MultiHeadAttention, Rotary, Weights, Workspace};
 use polyhead::{
-    Bias, Diagonal, Element, Heads, HeadsMut, Level, Mask, Matrices, MatricesMut, Matrix, MultiHead, Options, Outputs,
-    Shape, View, Window, multi_head, multi_head_with,
+    Bias, Diagonal, Element, Heads, HeadsMut, Level, Mask, Matrices, MatricesMut, Matrix, MatrixMut, MultiHead,
+    Options, Outputs, Shape, View, Window, gemm, multi_head, multi_head_with,
 };
 use support::levels;
 
@@ -460,4 +460,33 @@ fn assert_layer_is_free(level: Level, shape: [usize; 3], tries: usize) {
     let bytes = batch * seq * width * size_of::<f32>();
     let least = (0..tries).map(|_| measure(forward)).find(|&used| used == (1, bytes));
     assert_eq!(least, Some((1, bytes)), "{shape:?} on {}: more than the output, every time", level.name());
+}
+/// A product with packed weights allocates nothing, on one thread or several, whether A is read in place or copied.
+#[test]
+fn packed_products_allocate_nothing() {
+    fn check<T: Element>(level: Level, [m, k, n]: [usize; 3]) {
+        let values = |len: usize| (0..len).map(|x| T::from_f32_nearest((x % 13) as f32 - 6.0)).collect::<Vec<_>>();
+        let (a, b, bias, mut out) = (values(m * k), values(k * n), vec![0.5; n], values(m * n));
+        let a = [[k, 1], [1, m]].map(|strides| Matrix::with_strides(&a, [m, k], strides).expect("a valid view"));
+        let b = gemm::PackedMatrix::new(&Matrix::contiguous(&b, [k, n]).expect("a valid view"), Some(level));
+        let b = b.expect("an available level");
+        let mut run = || {
+            for a in &a {
+                let mut out = MatrixMut::contiguous(&mut out, [m, n]).expect("a valid view");
+                gemm::gemm_packed(a, &b, Some(&bias), &mut out).expect("a valid call");
+            }
+        };
+        run();
+        // As above: rayon's own queues may grow.
+        let least = (0..5).map(|_| measure(|| (0..5).for_each(|_| run()))).min();
+        assert_eq!(least, Some((0, 0)), "{} on {}, {m} x {k} x {n}", T::NAME, level.name());
+    }
+    let _alone = alone();
+    for &level in levels() {
+        for size in [[1, 600, 1000], [5, 300, 70], [200, 300, 200]] {
+            check::<f32>(level, size);
+            check::<f16>(level, size);
+            check::<bf16>(level, size);
+        }
+    }
 }

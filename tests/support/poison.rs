@@ -1,7 +1,7 @@
 use core::fmt::Display;
 
 use half::{bf16, f16};
-use polyhead::{Element, Heads, HeadsMut};
+use polyhead::{Element, Heads, HeadsMut, Matrix, MatrixMut};
 
 /// Bits of an element, and two NaN that nothing else makes: one around inputs, one in and around outputs.
 pub(crate) trait Bits: Element {
@@ -135,6 +135,12 @@ impl<T: Bits> PoisonedInput<T> {
         (&self.storage[BEFORE..], self.strides)
     }
 
+    /// The first head.
+    pub(crate) fn matrix(&self) -> Matrix<'_, T> {
+        let ([_, _, s, d], [_, _, down, across]) = (self.shape, self.strides);
+        Matrix::with_strides(&self.storage[BEFORE..], [s, d], [down, across]).expect("the storage holds the view")
+    }
+
     /// The elements of the view, packed.
     pub(crate) fn packed(&self) -> Vec<T> {
         positions(self.shape, self.strides).map(|place| self.storage[place]).collect()
@@ -168,6 +174,13 @@ impl<T: Bits> PoisonedOutput<T> {
     /// As [`PoisonedInput::parts`].
     pub(crate) fn parts(&mut self) -> (&mut [T], [usize; 4]) {
         (&mut self.storage[BEFORE..], self.strides)
+    }
+
+    /// The first head.
+    pub(crate) fn matrix(&mut self) -> MatrixMut<'_, T> {
+        let ([_, _, s, d], [_, _, down, across]) = (self.shape, self.strides);
+        MatrixMut::with_strides(&mut self.storage[BEFORE..], [s, d], [down, across])
+            .expect("the storage holds the view")
     }
 
     /// The elements of the view, packed.
