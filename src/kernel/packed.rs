@@ -185,7 +185,8 @@ fn product<L: Lanes, T: Operand>(
     let one = a.count * 2 * L::LANES;
     while panel < end {
         let count = if end - panel >= at_once { at_once } else { 1 };
-        let sums = &mut sums[(panel - part.panels[0]) * one..];
+        // Empty, and not used, if k is one piece.
+        let sums = sums.get_mut((panel - part.panels[0]) * one..).unwrap_or_default();
         let mut row = 0;
         while row < a.count {
             let rows = tile_rows(a.count - row, L::MR);
