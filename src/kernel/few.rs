@@ -38,8 +38,15 @@ impl Op for PackQuery<'_> {
     fn run<L: Lanes>(self, l: L) {
         let Self { query, row, size, packed } = self;
         let packed = &mut packed[row / size * size * query.len().next_multiple_of(L::LANES)..];
-        for (chunk, values) in query.chunks(L::LANES).enumerate() {
-            l.store(l.load_partial(values, 0.0), &mut packed[(chunk * size + row % size) * L::LANES..]);
+        let mut at = row % size * L::LANES;
+        let chunks = query.chunks_exact(L::LANES);
+        let rest = chunks.remainder();
+        for values in chunks {
+            l.store(l.load(values), &mut packed[at..]);
+            at += size * L::LANES;
+        }
+        if !rest.is_empty() {
+            l.store(l.load_partial(rest, 0.0), &mut packed[at..]);
         }
     }
 }
@@ -77,7 +84,7 @@ impl<T: Operand> Dots<'_, T> {
         if width == 0 {
             return s[..count * lanes].fill(0.0);
         }
-        let (padded, ahead) = (NR * width.next_multiple_of(L::LANES), rows_ahead(&keys));
+        let (padded, ahead) = (width.next_multiple_of(L::LANES), rows_ahead(&keys));
         // Keys outside: four of them stay in L1 while all rows meet them. Behind the last one there may be nothing.
         let whole = (count - 1) / SUMS;
         let (s, rest) = s.split_at_mut(whole * SUMS * lanes);
@@ -86,22 +93,17 @@ impl<T: Operand> Dots<'_, T> {
             prefetch(l, &keys, i * SUMS + ahead, (i + 1) * SUMS + ahead);
             let (ab, cd) = keys4.split_at(2 * stride);
             let rows = [&ab[..width], &ab[stride..][..width], &cd[..width], &cd[stride..][..width]];
-            for (row, queries) in queries.chunks_exact(padded).take(lanes / NR).enumerate() {
-                let sums = dots::<L, T, NR, REST>(l, rows, queries);
-                for (s, sums) in s.chunks_exact_mut(lanes).zip(sums.as_flattened().chunks_exact(NR)) {
-                    s[row * NR..][..NR].copy_from_slice(sums);
-                }
+            for row in (0..lanes).step_by(NR) {
+                let sums = dots::<L, T, NR, REST>(l, rows, &queries[row * padded..][..NR * padded]);
+                put(&sums, lanes, &mut s[row..], SUMS);
             }
         }
         // The last key stands in for those that are missing.
         let key = |i: usize| keys.row((whole * SUMS + i).min(count - 1));
         let rows = [key(0), key(1), key(2), key(3)];
-        for (row, queries) in queries.chunks_exact(padded).take(lanes / NR).enumerate() {
-            let sums = dots::<L, T, NR, REST>(l, rows, queries);
-            let left = rest.chunks_exact_mut(lanes).take(count - whole * SUMS);
-            for (s, sums) in left.zip(sums.as_flattened().chunks_exact(NR)) {
-                s[row * NR..][..NR].copy_from_slice(sums);
-            }
+        for row in (0..lanes).step_by(NR) {
+            let sums = dots::<L, T, NR, REST>(l, rows, &queries[row * padded..][..NR * padded]);
+            put(&sums, lanes, &mut rest[row..], count - whole * SUMS);
         }
     }
 }
@@ -109,13 +111,25 @@ impl<T: Operand> Dots<'_, T> {
 /// Products that become numbers together.
 const SUMS: usize = 4;
 
+/// Writes the products of `keys` keys and `NR` of `lanes` rows. (Chunks of a length that is not constant cost a division.)
+#[inline(always)]
+fn put<const NR: usize>(sums: &[[f32; NR]; SUMS], lanes: usize, s: &mut [f32], keys: usize) {
+    if NR == lanes && keys == SUMS {
+        s[..SUMS * NR].copy_from_slice(sums.as_flattened());
+    } else {
+        for (key, sums) in sums.iter().enumerate().take(keys) {
+            s[key * lanes..][..NR].copy_from_slice(sums);
+        }
+    }
+}
+
 /// Products of `SUMS` keys and `NR` rows, key by key.
 #[inline(always)]
 fn dots<L: Lanes, T: Operand, const NR: usize, const REST: bool>(
     l: L,
     keys: [&[T]; SUMS],
     queries: &[f32],
-) -> [[f32; SUMS]; NR] {
+) -> [[f32; NR]; SUMS] {
     // Four keys times four rows of accumulators are more than the registers of most levels.
     let acc = if NR < 4 {
         dot4::<L, T, NR, REST>(l, keys, queries)
@@ -124,11 +138,12 @@ fn dots<L: Lanes, T: Operand, const NR: usize, const REST: bool>(
         let ([a, b], [c, d]) = (dot2::<L, T, NR, REST>(l, a, b, queries), dot2::<L, T, NR, REST>(l, c, d, queries));
         [a, b, c, d]
     };
-    let mut sums = [[0.0; SUMS]; NR];
+    let mut sums = [[0.0; NR]; SUMS];
     unroll!(I < NR => {
         // Vector i of four times NR, key by key and row by row.
         let at = |i: usize| acc[i / NR][i % NR];
-        sums[I] = l.sum4([at(4 * I), at(4 * I + 1), at(4 * I + 2), at(4 * I + 3)]);
+        let four = l.sum4([at(4 * I), at(4 * I + 1), at(4 * I + 2), at(4 * I + 3)]);
+        sums.as_flattened_mut()[4 * I..][..4].copy_from_slice(&four);
     });
     sums
 }
