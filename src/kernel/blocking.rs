@@ -19,7 +19,8 @@ const PANELS_FROM: usize = 128;
 /// of a group.
 const BLOCK_ROWS: usize = 128;
 
-/// Multiply-adds of a task that are worth its beginning and its end, which cost as much as some ten thousand of them.
+/// Multiply-adds of a task at the least, if there are heads enough for it: to take a task from the list and to begin it costs as
+/// much as a thousand or two. One task for all heads of (1, 8, 1, 16, 64) takes 0.89 of the instructions of eight.
 const TASK_WORK: usize = 1 << 17;
 
 /// Queries of a sequence up to which it counts as decoding: its keys are then taken in pieces.
