@@ -79,9 +79,13 @@ pub(crate) fn build<L: Lanes>(
     Verdict::Mixed
 }
 
-/// Biases that no mask changes, where they lie, if their rows are one distance apart.
+/// A bias that no mask or other bias changes, where it lies, if its rows are one distance apart.
 fn in_place<'a>(problem: &Problem<'a>, place: &Place<'_>) -> Option<Rows<'a>> {
-    let bias = problem.bias.filter(|bias| problem.mask.is_none() && bias.key_stride() == 1)?;
+    let mut biases = problem.biases();
+    let (Some(bias), None, None) = (biases.next(), biases.next(), problem.masks().next()) else { return None };
+    if bias.key_stride() != 1 {
+        return None;
+    }
     let offset = |row| {
         let [batch, head, query] = place.index(row);
         bias.offset([batch, head, query, place.first_key])
