@@ -410,3 +410,51 @@ fn memory_is_bounded_by_what_explain_says() {
         }
     }
 }
+
+/// A step of ONNX's operator copies keys and values to the present outputs and widens 16-bit masks, as its page says; else nothing.
+#[cfg(feature = "onnx")]
+#[test]
+fn memory_of_an_onnx_node_is_what_it_says() {
+    use polyhead::onnx::{Attention, AttnMask, Inputs, Outputs, Tensor, TensorMut};
+    let _alone = alone();
+    let (l, past, new, d) = (64, 4000, 96, 32);
+    let total = past + new;
+    let q = vec![0.5f32; l * 4 * d];
+    let (k, cache) = (vec![0.25f32; new * 2 * d], vec![0.25f32; 2 * past * d]);
+    let (bools, floats, halves) = (vec![true; l * total], vec![0.5f32; l * total], vec![f16::ONE; l * total]);
+    let (mut y, mut key, mut value) = (vec![0.0f32; q.len()], vec![0.0f32; 2 * total * d], vec![0.0f32; 2 * total * d]);
+    let mut run = |mask: AttnMask<'_>, with_past: bool| {
+        let new = Tensor::new(&k, &[1, new, 2 * d]).expect("packed");
+        let mut inputs = Inputs::new(Tensor::new(&q, &[1, l, 4 * d]).expect("packed"), new, new);
+        inputs.attn_mask = Some(mask);
+        let mut outputs = Outputs::new(TensorMut::new(&mut y, &[1, l, 4 * d]).expect("packed"));
+        if with_past {
+            inputs.past_key = Some(Tensor::new(&cache, &[1, 2, past, d]).expect("packed"));
+            inputs.past_value = inputs.past_key;
+            outputs.present_key = Some(TensorMut::new(&mut key, &[1, 2, total, d]).expect("packed"));
+            outputs.present_value = Some(TensorMut::new(&mut value, &[1, 2, total, d]).expect("packed"));
+        }
+        let attention =
+            Attention::new().is_causal(true).q_num_heads(4).kv_num_heads(2).left_window_size(1000).softcap(20.0);
+        attention.run(&inputs, outputs).expect("a valid node");
+    };
+    fn mask<'a, T: Copy>(data: &'a [T], shape: [usize; 2]) -> AttnMask<'a>
+    where
+        AttnMask<'a>: From<Tensor<'a, T>>,
+    {
+        Tensor::new(&data[..shape[0] * shape[1]], &shape).expect("packed").into()
+    }
+    for (with_past, keys) in [(true, total), (false, new), (false, new - 7)] {
+        let shape = [l, keys];
+        // The first makes the room that all share.
+        run(mask(&bools, shape), with_past);
+        for of in [mask(&bools, shape), mask(&floats, shape)] {
+            // Rayon's queues grow now and then.
+            let peak = (0..5).map(|_| measure(|| run(of, with_past)).1).min().unwrap_or(0);
+            assert!(peak < 1024, "{peak} bytes, {with_past} {keys}");
+        }
+        let peak = (0..5).map(|_| measure(|| run(mask(&halves, shape), with_past)).1).min().unwrap_or(0);
+        let widened = l * keys * size_of::<f32>();
+        assert!((widened..widened + 1024).contains(&peak), "{peak} bytes, {with_past} {keys}");
+    }
+}
