@@ -1,6 +1,6 @@
 //! The promises of the crate's contract, one test or more of each, named after it, on every level.
 //!
-//! `memory_is_bounded` is in `tests/memory.rs`, `errors_not_panics` in `tests/errors.rs`, both of which need a process of
+//! `memory_is_bounded` is in `tests/memory`, `errors_not_panics` in `tests/errors.rs`, both of which need a process of
 //! their own; everything at once and at random is in `tests/properties.rs`.
 
 #[path = "../oracle/mod.rs"]

@@ -2,6 +2,8 @@
 //! for grouped heads. A global allocator counts over all threads that work for a test, so one test at a time.
 #![allow(unsafe_code, reason = "a global allocator is an unsafe trait; this one passes everything on to the system's")]
 
+mod operators;
+#[path = "../support/mod.rs"]
 mod support;
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -10,11 +12,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard};
 
 use half::{bf16, f16};
-use polyhead::cache::KvCache;
-use polyhead::layer::{self, Config, Inputs, MultiHeadAttention, Rotary, Weights, Workspace};
 use polyhead::{
-    Bias, Diagonal, Element, Heads, HeadsMut, Level, Mask, Matrices, MatricesMut, Matrix, MatrixMut, MultiHead,
-    Options, Outputs, Shape, View, Window, gemm, multi_head, multi_head_with,
+    Bias, Diagonal, Element, Heads, HeadsMut, Level, Mask, MultiHead, Options, Outputs, Shape, View, Window,
+    multi_head, multi_head_with,
 };
 use support::levels;
 
@@ -409,84 +409,6 @@ fn memory_is_bounded_by_what_explain_says() {
                 .max()
                 .expect("five");
             assert_eq!(held, said, "{} {sizes:?}", level.name());
-        }
-    }
-}
-
-/// A call of a layer allocates its output, nothing else, once its workspace has grown; with the caller's own output nothing at
-/// all. The same with weights, and for a step of decoding.
-#[test]
-fn memory_is_bounded_a_layer_allocates_its_output() {
-    let _alone = alone();
-    for &level in levels() {
-        // Small: on this thread. Large: on those of a pool.
-        assert_layer_is_free(level, [2, 3, 16], 1);
-        #[cfg(feature = "rayon")]
-        {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().expect("threads");
-            warm(&pool);
-            pool.install(|| assert_layer_is_free(level, [4, 90, 64], 5));
-        }
-    }
-}
-
-fn assert_layer_is_free(level: Level, shape: [usize; 3], tries: usize) {
-    let [batch, seq, width] = shape;
-    let w = vec![0.01f32; width * width];
-    let w = Matrix::contiguous(&w, [width, width]).expect("packed");
-    let config = Config::new(width, 4).level(level).rotary(Rotary::half_split(width / 4, 1e4));
-    let layer = MultiHeadAttention::new(config, &Weights::new(w, w, w, w)).expect("weights that fit");
-    let x = vec![0.5f32; batch * seq * width];
-    let (mut out, mut weights) = (x.clone(), vec![0.0f32; batch * seq * seq]);
-    let x = Matrices::contiguous(&x, shape).expect("packed");
-    let (inputs, options) = (Inputs::self_attention(x), Options::new().causal(Diagonal::TopLeft));
-    let mut workspace = Workspace::new();
-    let mut cache = KvCache::<f32>::new(layer.kv_shape(), batch, 4 * seq).expect("memory");
-    let mut into = || {
-        let outputs = layer::Outputs::new(MatricesMut::contiguous(&mut out, shape).expect("packed"));
-        layer.forward_into(&inputs, outputs, &options, &mut workspace).expect("a valid call");
-        let outputs = layer::Outputs::new(MatricesMut::contiguous(&mut out, shape).expect("packed"));
-        let view = HeadsMut::bhsd(&mut weights, [batch, 1, seq, seq]).expect("packed");
-        layer.forward_into(&inputs, outputs.averaged_weights(view), &options, &mut workspace).expect("a valid call");
-        cache.clear();
-        let view = MatricesMut::contiguous(&mut out, shape).expect("packed");
-        layer.decode_into(x, &mut cache, view, &options, &mut workspace).expect("room");
-    };
-    into();
-    let least = (0..tries).map(|_| measure(&mut into)).find(|&used| used == (0, 0));
-    assert_eq!(least, Some((0, 0)), "{shape:?} on {}: three calls allocated, every time", level.name());
-    let forward = || drop(layer.forward(&inputs, &options).expect("a valid call"));
-    forward();
-    let bytes = batch * seq * width * size_of::<f32>();
-    let least = (0..tries).map(|_| measure(forward)).find(|&used| used == (1, bytes));
-    assert_eq!(least, Some((1, bytes)), "{shape:?} on {}: more than the output, every time", level.name());
-}
-/// A product with packed weights allocates nothing, on one thread or several, whether A is read in place or copied.
-#[test]
-fn packed_products_allocate_nothing() {
-    fn check<T: Element>(level: Level, [m, k, n]: [usize; 3]) {
-        let values = |len: usize| (0..len).map(|x| T::from_f32_nearest((x % 13) as f32 - 6.0)).collect::<Vec<_>>();
-        let (a, b, bias, mut out) = (values(m * k), values(k * n), vec![0.5; n], values(m * n));
-        let a = [[k, 1], [1, m]].map(|strides| Matrix::with_strides(&a, [m, k], strides).expect("a valid view"));
-        let b = gemm::PackedMatrix::new(&Matrix::contiguous(&b, [k, n]).expect("a valid view"), Some(level));
-        let b = b.expect("an available level");
-        let mut run = || {
-            for a in &a {
-                let mut out = MatrixMut::contiguous(&mut out, [m, n]).expect("a valid view");
-                gemm::gemm_packed(a, &b, Some(&bias), &mut out).expect("a valid call");
-            }
-        };
-        run();
-        // As above: rayon's own queues may grow.
-        let least = (0..5).map(|_| measure(|| (0..5).for_each(|_| run()))).min();
-        assert_eq!(least, Some((0, 0)), "{} on {}, {m} x {k} x {n}", T::NAME, level.name());
-    }
-    let _alone = alone();
-    for &level in levels() {
-        for size in [[1, 600, 1000], [5, 300, 70], [200, 300, 200]] {
-            check::<f32>(level, size);
-            check::<f16>(level, size);
-            check::<bf16>(level, size);
         }
     }
 }
