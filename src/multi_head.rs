@@ -76,7 +76,7 @@ pub fn multi_head_with<O: Element>(
 ) -> Result<()> {
     thread_local! {
         /// Taken out for the length of a call, so that nothing is borrowed while other work may run on this thread.
-        static SPARE: Cell<Option<Workspace>> = const { Cell::new(None) };
+        static SPARE: Cell<Option<Box<Workspace>>> = const { Cell::new(None) };
     }
     // A thread that is ending may have dropped it already.
     let mut workspace = SPARE.try_with(Cell::take).ok().flatten().unwrap_or_default();
@@ -189,8 +189,8 @@ fn run<O: Element>(
         return Ok(());
     }
     let weights = outputs.weights.as_ref().map(|weights| weights.averaged);
-    let prepared = workspace.prepare(problem, starts, level, weights)?;
-    workspace.execute(&prepared, operands, outputs);
+    let prepared = workspace.prepare(&problem, starts, level, weights)?;
+    workspace.execute(&problem, &prepared, operands, outputs);
     Ok(())
 }
 
@@ -260,8 +260,9 @@ impl<'o> MultiHead<'o> {
         let mut workspace = Workspace::default();
         let [q, k, v] = shape.operands();
         let level = Level::resolve(options.level)?;
-        let prepared = workspace.prepare(Problem::new(q, k, v, options)?, None, level, None)?;
-        let explanation = Explanation::new(&prepared, &workspace);
+        let problem = Problem::new(q, k, v, options)?;
+        let prepared = workspace.prepare(&problem, None, level, None)?;
+        let explanation = Explanation::new(&problem, &prepared, &workspace);
         Ok(Self { shape, options: *options, workspace, explanation })
     }
 
@@ -326,12 +327,12 @@ pub struct Explanation {
 }
 
 impl Explanation {
-    fn new(prepared: &Prepared<'_>, workspace: &Workspace) -> Self {
-        let Prepared { problem, blocking, level, threads, pairs: visible_pairs, .. } = *prepared;
+    fn new(problem: &Problem<'_>, prepared: &Prepared<'_>, workspace: &Workspace) -> Self {
+        let Prepared { blocking, level, threads, pairs: visible_pairs, .. } = *prepared;
         let width = (problem.head_dim as u64).saturating_add(problem.head_dim_v as u64);
         Self {
             level,
-            path: if is_few(&problem, 0) { "fused, few rows" } else { "fused" },
+            path: if is_few(problem, 0) { "fused, few rows" } else { "fused" },
             tile: (blocking.tile(), blocking.block_k),
             tasks: workspace.tasks.len(),
             threads,

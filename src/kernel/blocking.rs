@@ -9,6 +9,12 @@ use crate::{Error, Result};
 /// (AVX-512, D 64 and 128, S 2048): see benches/README.md.
 pub(crate) const BLOCK_K: usize = 128;
 
+/// Width of heads from which on a block has half as many keys, so that K, V, queries and outputs of a task share L2.
+const WIDE: usize = 256;
+
+/// Width of values from which on they are copied to panels.
+const PANELS_FROM: usize = 128;
+
 /// Rows (queries of one or more heads) of a task. Long sequences take one head a task; short ones share K and V among the heads
 /// of a group.
 const BLOCK_ROWS: usize = 128;
@@ -61,6 +67,7 @@ impl<'a> Blocking<'a> {
             heads,
             queries,
         };
+        let block_k = if problem.head_dim.max(problem.head_dim_v) > WIDE { BLOCK_K / 2 } else { BLOCK_K };
         let padded = |width: usize| width.checked_next_multiple_of(lanes).ok_or(Error::Memory { bytes: usize::MAX });
         Ok(Self {
             grid,
@@ -68,7 +75,7 @@ impl<'a> Blocking<'a> {
             rows: queries.saturating_mul(problem.group.max(1)).min(BLOCK_ROWS),
             head_dim_padded: padded(problem.head_dim)?,
             head_dim_v_padded: padded(problem.head_dim_v)?,
-            block_k: problem.seqlen_k.clamp(1, BLOCK_K).next_multiple_of(lanes),
+            block_k: problem.seqlen_k.clamp(1, block_k).next_multiple_of(lanes),
         })
     }
 
@@ -85,6 +92,12 @@ impl<'a> Blocking<'a> {
     /// Whether every block of the grid is one pass over its keys, and may be cut into pieces of them.
     pub(crate) fn block_is_one_pass(&self) -> bool {
         self.grid.seqlen_q <= DECODE_QUERIES
+    }
+
+    /// Whether blocks of values are worth copying to panels: for several tiles, and rows so wide that a column of 128 of them
+    /// overflows its sets of L1.
+    pub(crate) fn has_panels(&self) -> bool {
+        self.tiles() > 2 && self.head_dim_v_padded >= PANELS_FROM
     }
 
     /// Whether some item may count as decoding.

@@ -5,6 +5,7 @@
 //! the scores, as head_dim_v is for the output anyway. What lies between the products is the same for all tiles.
 
 use super::blocking::BLOCK_K;
+use super::few_softmax::FewSoftmax;
 use super::fused::{Keys, Pass};
 use super::lanes::{Lanes, MAX_LANES, Op};
 use super::operand::Operand;
@@ -18,32 +19,43 @@ use crate::view::AnyHeads;
 /// many heads share its keys.
 pub(crate) const MAX_QUERIES: usize = 4;
 
-/// The group of rows that a row belongs to, as (first, size): of four, of two, or alone.
-fn group(row: usize, rows: usize) -> (usize, usize) {
-    match rows & 2 {
-        _ if row < rows / 4 * 4 => (row / 4 * 4, 4),
-        2 if row < rows / 2 * 2 => (row / 2 * 2, 2),
-        _ => (row, 1),
-    }
+/// Rows of which `Dots` takes the products with a key together: all that there are, or four.
+fn group(lanes: usize) -> usize {
+    lanes.min(4)
 }
 
 /// Writes a query as `Dots` reads it: `[group][chunk of head_dim][row of the group][lane]`, zeros behind head_dim.
-fn pack_query(query: &[f32], row: usize, rows: usize, lanes: usize, packed: &mut [f32]) {
-    let (first, size) = group(row, rows);
-    let packed = &mut packed[first * query.len().next_multiple_of(lanes)..];
-    for (chunk, values) in query.chunks(lanes).enumerate() {
-        let to = &mut packed[(chunk * size + row - first) * lanes..][..lanes];
-        to[..values.len()].copy_from_slice(values);
-        to[values.len()..].fill(0.0);
+struct PackQuery<'a> {
+    query: &'a [f32],
+    row: usize,
+    size: usize,
+    packed: &'a mut [f32],
+}
+
+impl Op for PackQuery<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let Self { query, row, size, packed } = self;
+        let packed = &mut packed[row / size * size * query.len().next_multiple_of(L::LANES)..];
+        let mut at = row % size * L::LANES;
+        let chunks = query.chunks_exact(L::LANES);
+        let rest = chunks.remainder();
+        for values in chunks {
+            l.store(l.load(values), &mut packed[at..]);
+            at += size * L::LANES;
+        }
+        if !rest.is_empty() {
+            l.store(l.load_partial(rest, 0.0), &mut packed[at..]);
+        }
     }
 }
 
-/// `s[key * lanes + row] = dot(keys[key], queries[row])`. Other lanes keep what they hold.
+/// `s[key * lanes + row] = dot(keys[key], queries[row])` for all of the `lanes` rows, a power of two.
 struct Dots<'a, T> {
     keys: Rows<'a, T>,
-    /// As [`pack_query`] leaves them.
+    /// As [`PackQuery`] leaves them.
     queries: &'a [f32],
-    rows: usize,
     s: &'a mut [f32],
     lanes: usize,
 }
@@ -52,33 +64,46 @@ impl<T: Operand> Op for Dots<'_, T> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        if self.keys.width.is_multiple_of(L::LANES) { self.all::<L, false>(l) } else { self.all::<L, true>(l) }
+        match (group(self.lanes), self.keys.width.is_multiple_of(L::LANES)) {
+            (1, true) => self.all::<L, 1, false>(l),
+            (1, false) => self.all::<L, 1, true>(l),
+            (2, true) => self.all::<L, 2, false>(l),
+            (2, false) => self.all::<L, 2, true>(l),
+            (_, true) => self.all::<L, 4, false>(l),
+            (_, false) => self.all::<L, 4, true>(l),
+        }
     }
 }
 
 impl<T: Operand> Dots<'_, T> {
     /// `REST` says whether head_dim ends within a vector.
     #[inline(always)]
-    fn all<L: Lanes, const REST: bool>(self, l: L) {
-        let Self { keys, queries, rows, s, lanes } = self;
-        let (padded, ahead) = (keys.width.next_multiple_of(L::LANES), rows_ahead(&keys));
-        // Keys outside: four of them stay in L1 while all rows meet them.
-        for first in (0..keys.count).step_by(SUMS) {
-            for key in first..first + SUMS {
-                prefetch(l, &keys, key + ahead);
+    fn all<L: Lanes, const NR: usize, const REST: bool>(self, l: L) {
+        let Self { keys, queries, s, lanes } = self;
+        let Rows { data, stride, width, count } = keys;
+        if width == 0 {
+            return s[..count * lanes].fill(0.0);
+        }
+        let (padded, ahead) = (width.next_multiple_of(L::LANES), rows_ahead(&keys));
+        // Keys outside: four of them stay in L1 while all rows meet them. Behind the last one there may be nothing.
+        let whole = (count - 1) / SUMS;
+        let (s, rest) = s.split_at_mut(whole * SUMS * lanes);
+        let groups = data[..whole * SUMS * stride].chunks_exact((SUMS * stride).max(1));
+        for (i, (keys4, s)) in groups.zip(s.chunks_exact_mut(SUMS * lanes)).enumerate() {
+            prefetch(l, &keys, i * SUMS + ahead, (i + 1) * SUMS + ahead);
+            let (ab, cd) = keys4.split_at(2 * stride);
+            let rows = [&ab[..width], &ab[stride..][..width], &cd[..width], &cd[stride..][..width]];
+            for row in (0..lanes).step_by(NR) {
+                let sums = dots::<L, T, NR, REST>(l, rows, &queries[row * padded..][..NR * padded]);
+                put(&sums, lanes, &mut s[row..], SUMS);
             }
-            let mut row = 0;
-            while row < rows {
-                let size = group(row, rows).1;
-                let queries = &queries[row * padded..][..size * padded];
-                let s = &mut s[row..];
-                match size {
-                    4 => dots::<L, T, 4, REST>(l, &keys, first, queries, s, lanes),
-                    2 => dots::<L, T, 2, REST>(l, &keys, first, queries, s, lanes),
-                    _ => dots::<L, T, 1, REST>(l, &keys, first, queries, s, lanes),
-                }
-                row += size;
-            }
+        }
+        // The last key stands in for those that are missing.
+        let key = |i: usize| keys.row((whole * SUMS + i).min(count - 1));
+        let rows = [key(0), key(1), key(2), key(3)];
+        for row in (0..lanes).step_by(NR) {
+            let sums = dots::<L, T, NR, REST>(l, rows, &queries[row * padded..][..NR * padded]);
+            put(&sums, lanes, &mut rest[row..], count - whole * SUMS);
         }
     }
 }
@@ -86,30 +111,68 @@ impl<T: Operand> Dots<'_, T> {
 /// Products that become numbers together.
 const SUMS: usize = 4;
 
-/// Products of `SUMS` keys, from `first` on, and `NR` rows.
+/// Writes the products of `keys` keys and `NR` of `lanes` rows. (Chunks of a length that is not constant cost a division.)
+#[inline(always)]
+fn put<const NR: usize>(sums: &[[f32; NR]; SUMS], lanes: usize, s: &mut [f32], keys: usize) {
+    if NR == lanes && keys == SUMS {
+        s[..SUMS * NR].copy_from_slice(sums.as_flattened());
+    } else {
+        for (key, sums) in sums.iter().enumerate().take(keys) {
+            s[key * lanes..][..NR].copy_from_slice(sums);
+        }
+    }
+}
+
+/// Products of `SUMS` keys and `NR` rows, key by key.
 #[inline(always)]
 fn dots<L: Lanes, T: Operand, const NR: usize, const REST: bool>(
     l: L,
-    keys: &Rows<'_, T>,
-    first: usize,
+    keys: [&[T]; SUMS],
     queries: &[f32],
-    s: &mut [f32],
-    lanes: usize,
-) {
-    let end = keys.count.min(first + SUMS);
-    // The last key stands in for those that are missing.
-    let key = |i: usize| keys.row((first + i).min(end - 1));
-    let pairs =
-        [dot2::<L, T, NR, REST>(l, key(0), key(1), queries), dot2::<L, T, NR, REST>(l, key(2), key(3), queries)];
-    let mut sums = [[0.0; SUMS]; NR];
+) -> [[f32; NR]; SUMS] {
+    // Four keys times four rows of accumulators are more than the registers of most levels.
+    let acc = if NR < 4 {
+        dot4::<L, T, NR, REST>(l, keys, queries)
+    } else {
+        let [a, b, c, d] = keys;
+        let ([a, b], [c, d]) = (dot2::<L, T, NR, REST>(l, a, b, queries), dot2::<L, T, NR, REST>(l, c, d, queries));
+        [a, b, c, d]
+    };
+    let mut sums = [[0.0; NR]; SUMS];
     unroll!(I < NR => {
         // Vector i of four times NR, key by key and row by row.
-        let at = |i: usize| pairs[i / (2 * NR)][i / NR % 2][i % NR];
-        sums[I] = l.sum4([at(4 * I), at(4 * I + 1), at(4 * I + 2), at(4 * I + 3)]);
+        let at = |i: usize| acc[i / NR][i % NR];
+        let four = l.sum4([at(4 * I), at(4 * I + 1), at(4 * I + 2), at(4 * I + 3)]);
+        sums.as_flattened_mut()[4 * I..][..4].copy_from_slice(&four);
     });
-    for (key, sums) in (first..end).zip(sums.as_flattened().chunks_exact(NR)) {
-        s[key * lanes..][..NR].copy_from_slice(sums);
+    sums
+}
+
+/// As [`dot2`], of four keys.
+#[inline(always)]
+fn dot4<L: Lanes, T: Operand, const NR: usize, const REST: bool>(
+    l: L,
+    keys: [&[T]; SUMS],
+    queries: &[f32],
+) -> [[L::V; NR]; SUMS] {
+    let mut acc = [[l.splat(0.0); NR]; SUMS];
+    let low = keys[0].chunks_exact(L::LANES).zip(keys[1].chunks_exact(L::LANES));
+    let high = keys[2].chunks_exact(L::LANES).zip(keys[3].chunks_exact(L::LANES));
+    for (((a, b), (c, d)), query) in low.zip(high).zip(queries.chunks_exact(NR * L::LANES)) {
+        let keys = [T::load(l, a), T::load(l, b), T::load(l, c), T::load(l, d)];
+        unroll!(R < NR => {
+            let q = l.load(&query[R * L::LANES..]);
+            unroll!(K < 4 => acc[K][R] = l.fma(keys[K], q, acc[K][R]));
+        });
     }
+    if REST {
+        let whole = keys[0].len() / L::LANES * L::LANES;
+        unroll!(K < 4 => {
+            let key = T::load_partial(l, &keys[K][whole..]);
+            unroll!(R < NR => acc[K][R] = l.fma(key, l.load(&queries[whole * NR + R * L::LANES..]), acc[K][R]));
+        });
+    }
+    acc
 }
 
 /// Vectors whose lanes sum to the products of two keys and `NR` rows.
@@ -156,16 +219,14 @@ impl<T: Operand> Op for StreamedValues<'_, T> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Values { values, p, lanes, rows, mut alpha, o } = self.0;
+        let Values { values, p, lanes, rows, mut alpha, o, .. } = self.0;
         let ahead = rows_ahead(&values);
         let step = (STREAM_BYTES / size_of::<T>() / values.width.max(1)).clamp(4, 64);
         for first in (0..values.count).step_by(step) {
             let end = values.count.min(first + step);
-            for key in first..end {
-                prefetch(l, &values, key + ahead);
-            }
+            prefetch(l, &values, first + ahead, end + ahead);
             let p = &p[first * lanes..end * lanes];
-            Values { values: values.range(first, end), p, lanes, rows, alpha, o: &mut *o }.run(l);
+            Values { values: values.range(first, end), panel: None, p, lanes, rows, alpha, o: &mut *o }.run(l);
             alpha = Some(&ONES);
         }
     }
@@ -178,11 +239,14 @@ fn rows_ahead<T>(rows: &Rows<'_, T>) -> usize {
     (PREFETCH_BYTES / size_of::<T>() / rows.stride.max(1)).clamp(1, 64)
 }
 
-/// Asks for a row, if there is one.
+/// Asks for the rows `from..to`, as far as there are any.
 #[inline(always)]
-fn prefetch<L: Lanes, T: Copy>(l: L, rows: &Rows<'_, T>, i: usize) {
-    if i < rows.count {
-        l.prefetch(rows.row(i));
+fn prefetch<L: Lanes, T: Copy>(l: L, rows: &Rows<'_, T>, from: usize, to: usize) {
+    let to = to.min(rows.count);
+    if from < to && rows.stride == rows.width {
+        l.prefetch(&rows.data[from * rows.stride..to * rows.stride]);
+    } else {
+        (from..to).for_each(|i| l.prefetch(rows.row(i)));
     }
 }
 
@@ -211,15 +275,18 @@ macro_rules! with_rows {
 impl<L: Lanes> Pass<'_, L> {
     /// Queries as `Dots` reads them.
     pub(super) fn pack_few(&self, tile: &Tile, work: &mut Work<'_>) {
-        let row = &mut work.stage[..self.job.problem.head_dim];
+        let stage = &mut work.stage[..self.job.problem.head_dim];
         let queries = &mut work.queries[self.few_queries(tile)..];
-        for i in 0..tile.rows {
-            let (head, query) = self.row(tile.first + i);
-            load_row(&self.job.q, [self.batch, head, query], row);
-            if self.scale.negative {
-                row.iter_mut().for_each(|x| *x = -*x);
+        for row in 0..tile.lanes {
+            // Of the rows that there are not the products are dropped.
+            if row < tile.rows {
+                let (head, query) = self.row(tile.first + row);
+                load_row(&self.job.q, [self.batch, head, query], stage);
+                if self.scale.negative {
+                    stage.iter_mut().for_each(|x| *x = -*x);
+                }
             }
-            pack_query(row, i, tile.rows, L::LANES, queries);
+            self.l.vectorize(PackQuery { query: stage, row, size: group(tile.lanes), packed: queries });
         }
     }
 
@@ -230,10 +297,24 @@ impl<L: Lanes> Pass<'_, L> {
             let Some(part) = tile.part(block, self.job.problem.keep_first) else { continue };
             let products = |queries: &[f32], s: &mut [f32]| self.few_products(tile, part, k, queries, s);
             let Some(partial) = self.scores(tile, part, 0, work, products) else { continue };
-            self.softmax(tile, part, work);
+            self.few_softmax(tile, part, work);
             self.few_values(tile, part, (partial, !tile.started), v, work);
             tile.started = true;
         }
+    }
+
+    /// As [`Pass::softmax`].
+    fn few_softmax(&self, tile: &Tile, part: Keys, work: &mut Work<'_>) {
+        let (used, len) = (part.count * tile.lanes, part.count.next_multiple_of(L::LANES) * tile.lanes);
+        work.s[used..len].fill(f32::NEG_INFINITY);
+        let state = self.state(tile, work.states);
+        self.l.vectorize(FewSoftmax {
+            s: &mut work.s[..len],
+            rows: tile.lanes,
+            c: self.scale.c,
+            state,
+            alpha: work.pair,
+        });
     }
 
     /// Where the queries of a tile begin.
@@ -243,30 +324,30 @@ impl<L: Lanes> Pass<'_, L> {
 
     /// Products of the queries and a part of the keys, `s[key][lane]`.
     pub(super) fn few_products(&self, tile: &Tile, part: Keys, area: &mut [f32], queries: &[f32], s: &mut [f32]) {
-        let (rows, lanes, queries) = (tile.rows, tile.lanes, &queries[self.few_queries(tile)..]);
+        let (lanes, queries) = (tile.lanes, &queries[self.few_queries(tile)..]);
         self.prefetch_first(&self.job.v, part.first, part.count);
         let mut done = 0;
         while done < part.count {
             let at = [self.batch, self.kv_head, part.first + done];
             let s = &mut s[done * lanes..];
             done += with_rows!(&self.job.k, at, part.count - done, 1, area, keys => {
-                self.l.vectorize(Dots { keys, queries, rows, s, lanes });
+                self.l.vectorize(Dots { keys, queries, s, lanes });
                 keys.count
             });
         }
     }
 
     /// Asks for the first rows of what is read next, as each row asks for one that follows in its own block.
-    /// Not worth it for a sequence of less than a block.
+    /// Not worth it for a sequence of less than a small block.
     fn prefetch_first(&self, heads: &AnyHeads<'_>, first: usize, count: usize) {
         fn rows<L: Lanes, T: Copy>(l: L, rows: Option<Rows<'_, T>>) {
             if let Some(rows) = rows {
-                (0..rows_ahead(&rows)).for_each(|i| prefetch(l, &rows, i));
+                prefetch(l, &rows, 0, rows_ahead(&rows));
             }
         }
         let at = [self.batch, self.kv_head, first];
         match heads.data {
-            _ if count < BLOCK_K => {}
+            _ if count < BLOCK_K / 2 => {}
             AnySlice::F32(data) => rows(self.l, rows_in_place(data, heads, at, count)),
             AnySlice::F16(data) => rows(self.l, rows_in_place(data, heads, at, count)),
             AnySlice::Bf16(data) => rows(self.l, rows_in_place(data, heads, at, count)),
@@ -300,7 +381,7 @@ impl<L: Lanes> Pass<'_, L> {
             done += with_rows!(&self.job.v, at, part.count - done, L::LANES, area, values => {
                 let count = values.count;
                 let p = &p[..count * lanes];
-                self.l.vectorize(StreamedValues(Values { values, p, lanes, rows, alpha, o: &mut *o }));
+                self.l.vectorize(StreamedValues(Values { values, panel: None, p, lanes, rows, alpha, o: &mut *o }));
                 count
             });
             alpha = Some(&ONES);

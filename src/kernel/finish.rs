@@ -5,7 +5,7 @@ use super::lanes::Lanes;
 use super::online::{Normalize, Probabilities};
 use super::pack::load_rows;
 use super::scratch::{Areas, Tile};
-use super::tile::{AllFinite, Rows, Transpose};
+use super::tile::{Rows, Transpose};
 use crate::view::RowSink;
 
 impl<L: Lanes> Pass<'_, L> {
@@ -13,22 +13,22 @@ impl<L: Lanes> Pass<'_, L> {
     pub(super) fn finish(&self, tile: &Tile, areas: &mut Areas<'_>, sink: &mut dyn RowSink) {
         let work = &mut areas.work;
         let state = self.state(tile, work.states);
+        let plain = self.job.problem.sinks.is_none() && !sink.wants_lse();
         for i in 0..tile.rows {
-            let (head, query) = self.row(tile.first + i);
-            let (factor, lse) = self.row_result((head, query), state.max[i], state.sum[i], sink.wants_lse());
-            state.norm[i] = factor;
-            if let Some(lse) = lse {
-                sink.lse(head, query, lse);
+            if plain && state.sum[i] != 0.0 {
+                state.norm[i] = 1.0 / state.sum[i];
+                continue;
             }
+            let (head, query) = self.row(tile.first + i);
+            let (factor, lse) = self.row_result((head, query), state.max[i], state.sum[i]);
+            state.norm[i] = factor;
+            sink.lse(head, query, lse);
         }
         let width = self.job.blocking.head_dim_v_padded;
         let o = self.area_of(tile, work.o, width);
-        if tile.started {
-            self.l.vectorize(Normalize { o, width, norm: &state.norm[..tile.rows] });
-        } else {
+        if !tile.started {
             o.fill(0.0);
-        }
-        if !self.l.vectorize(AllFinite(Rows { data: o, stride: width, width, count: tile.rows })) {
+        } else if !self.l.vectorize(Normalize { o, width, norm: &state.norm[..tile.rows] }) {
             self.mend_overflow(tile, areas);
         }
         let o = self.area_of(tile, areas.work.o, width);
@@ -74,27 +74,24 @@ impl<L: Lanes> Pass<'_, L> {
         }
     }
 
-    /// The factor that normalises a row, and its LSE if that is asked for.
-    fn row_result(&self, (head, query): (usize, usize), max: f32, sum: f32, wants_lse: bool) -> (f32, Option<f32>) {
+    /// The factor that normalises a row, and its LSE.
+    fn row_result(&self, (head, query): (usize, usize), max: f32, sum: f32) -> (f32, f32) {
         let problem = self.job.problem;
         let sink = problem.sinks.map(|sinks| sinks[head]);
         if sum == 0.0 {
             // Every score was -inf: hidden, or of infinite operands, which only a sink can outweigh.
             let seen = problem.keys(self.batch, query).any(|key| problem.visible(self.batch, head, query, key));
             return match (seen, sink) {
-                (false, _) => (0.0, Some(f32::NEG_INFINITY)),
-                (true, Some(sink)) if sink > f32::NEG_INFINITY => (0.0, Some(sink)),
-                (true, _) => (f32::NAN, Some(f32::NAN)),
+                (false, _) => (0.0, f32::NEG_INFINITY),
+                (true, Some(sink)) if sink > f32::NEG_INFINITY => (0.0, sink),
+                (true, _) => (f32::NAN, f32::NAN),
             };
-        }
-        if sink.is_none() && !wants_lse {
-            return (1.0 / sum, None);
         }
         let max = f64::from(max) * self.scale.natural;
         let sink = sink.map_or(f64::NEG_INFINITY, f64::from);
         let top = max.max(sink);
         let total = f64::from(sum) * (max - top).exp() + (sink - top).exp();
-        (((max - top).exp() / total) as f32, Some((top + total.ln()) as f32))
+        (((max - top).exp() / total) as f32, (top + total.ln()) as f32)
     }
 
     /// Scores of a part of a block again, made probabilities, at `work.s[at..]`. As [`Pass::scores`].
@@ -108,9 +105,11 @@ impl<L: Lanes> Pass<'_, L> {
             self.products(tile, keys, queries, s);
         })?;
         let state = self.state(tile, work.states);
-        let s = &mut work.s[at..][..part.count * tile.lanes];
+        let s = &mut work.s[at..][..(part.count * tile.lanes).next_multiple_of(L::LANES)];
         let (max, norm) = (&*state.max, &*state.norm);
-        self.l.vectorize(Probabilities { s, vectors: tile.vectors, c: self.scale.c, max, norm });
+        self.l.vectorize(Probabilities { s: &mut *s, lanes: tile.lanes, c: self.scale.c, max, norm });
+        // What is behind the last key in its vector.
+        s[part.count * tile.lanes..].fill(0.0);
         Some(partial)
     }
 

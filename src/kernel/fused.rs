@@ -17,15 +17,18 @@
 use core::ops::Range;
 
 use super::blocking::{Blocking, is_few, pieces};
-use super::lanes::{Lanes, Op};
+use super::lanes::{Lanes, MAX_LANES, Op};
 use super::mask_tile::{self, Place, Verdict};
 use super::online::{KEY_ALIGN, RowState, Softmax};
 use super::pack::{load_row, load_rows};
 use super::score::{Rule, ScorePass};
 use super::scratch::{Areas, Scratch, Tile, Work, tile_state};
-use super::tile::{AllFinite, CarefulValues, Rows, Scores, Transpose, Values};
+use super::tile::{AllFinite, CarefulValues, Panels, Rows, Scores, Transpose, Values};
 use crate::problem::Problem;
 use crate::view::{AnyHeads, RowSink};
+
+/// Columns of queries and keys that scores are summed over at once: so many of a tile of queries leave room for keys in L1.
+const SCORE_WIDTH: usize = 256;
 
 /// What all tasks of a call share.
 pub(crate) struct Job<'a> {
@@ -78,8 +81,8 @@ impl Tile {
     pub(super) fn part(&self, block: Keys, keep: usize) -> Option<Keys> {
         let lo = if block.first < keep { 0 } else { self.any.0.max(block.first) - block.first };
         let hi = self.any.1.min(block.first + block.count).saturating_sub(block.first);
-        (lo < hi)
-            .then(|| Keys { first: block.first + lo / KEY_ALIGN * KEY_ALIGN, count: hi - lo / KEY_ALIGN * KEY_ALIGN })
+        let align = if self.few { MAX_LANES } else { KEY_ALIGN };
+        (lo < hi).then(|| Keys { first: block.first + lo / align * align, count: hi - lo / align * align })
     }
 
     /// Whether all rows may see all keys of a part, of which no window hides the first `keep`.
@@ -186,7 +189,8 @@ impl<L: Lanes> Pass<'_, L> {
                     any = (any.0.min(lo), any.1.max(hi));
                 }
             }
-            *tile = Tile { index, first, rows, vectors, lanes: vectors * L::LANES, started: false, few, any, all };
+            let lanes = if few { rows.next_power_of_two() } else { vectors * L::LANES };
+            *tile = Tile { index, first, rows, vectors, lanes, started: false, few, any, all };
         }
         &mut tiles[..count]
     }
@@ -255,7 +259,7 @@ impl<L: Lanes> Pass<'_, L> {
     }
 
     pub(super) fn state<'t>(&self, tile: &Tile, states: &'t mut [f32]) -> RowState<'t> {
-        tile_state(states, &self.job.blocking, tile.index, tile.lanes)
+        tile_state(states, &self.job.blocking, tile.index, tile.vectors * L::LANES)
     }
 
     /// The blocks of keys that have some of `lo..hi`, or of those that no window hides. There are `len` keys.
@@ -271,11 +275,14 @@ impl<L: Lanes> Pass<'_, L> {
         if is_few(self.job.problem, self.batch) {
             return self.few_block(tiles, block, areas);
         }
-        let Areas { k, v, work, .. } = areas;
+        let Areas { k, v, panels, work, .. } = areas;
         let keep = self.job.problem.keep_first;
         let at = [self.batch, self.kv_head, block.first];
         let keys = load_rows(&self.job.k, at, block.count, 1, k);
         let mut values = BlockValues::new(load_rows(&self.job.v, at, block.count, L::LANES, v), block);
+        if tiles.len() > 2 && !panels.is_empty() {
+            values.pack(self.l, panels);
+        }
         for tile in tiles {
             let Some(part) = tile.part(block, keep) else { continue };
             let products = |queries: &[f32], s: &mut [f32]| self.products(tile, rows_of(keys, block, part), queries, s);
@@ -290,7 +297,16 @@ impl<L: Lanes> Pass<'_, L> {
     pub(super) fn products(&self, tile: &Tile, keys: Rows<'_>, queries: &[f32], s: &mut [f32]) {
         let width = self.job.problem.head_dim;
         let queries = &queries[tile.index * self.job.blocking.tile() * width..][..tile.lanes * width];
-        self.l.vectorize(Scores { keys, queries, vectors: tile.vectors, s });
+        let mut first = 0;
+        loop {
+            let part = Rows { data: &keys.data[first..], width: (width - first).min(SCORE_WIDTH), ..keys };
+            let queries = &queries[first * tile.lanes..];
+            self.l.vectorize(Scores { keys: part, queries, vectors: tile.vectors, s: &mut *s, more: first > 0 });
+            first += SCORE_WIDTH;
+            if first >= width {
+                return;
+            }
+        }
     }
 
     /// Takes scores into the state of a tile, and makes them probabilities.
@@ -317,9 +333,10 @@ impl<L: Lanes> Pass<'_, L> {
         if verdict == Verdict::Hidden {
             return None;
         }
-        let s = &mut work.s[at..][..part.count * tile.lanes];
+        // Whole vectors, also where one has several keys.
+        let s = &mut work.s[at..][..(part.count * tile.lanes).next_multiple_of(L::LANES)];
         products(work.queries, s);
-        let mut apply = |rule: Rule<'_>| self.l.vectorize(ScorePass { s, vectors: tile.vectors, rule });
+        let mut apply = |rule: Rule<'_>| self.l.vectorize(ScorePass { s, lanes: tile.lanes, rule });
         // With nothing between them, scale and bias share a pass.
         let mixed = verdict == Verdict::Mixed;
         let scale_with_bias = mixed && problem.softcap.is_none() && problem.alibi.is_none();
@@ -337,6 +354,7 @@ impl<L: Lanes> Pass<'_, L> {
                 first[i] = slopes[head];
                 second[i] = (problem.position(diagonal, self.batch, query) - part.first as i128) as f32;
             }
+            fill_vector::<L>(tile.lanes, [first, second]);
             apply(Rule::Alibi { slopes: first, positions: second });
         }
         if mixed {
@@ -350,6 +368,7 @@ impl<L: Lanes> Pass<'_, L> {
                 first[i] = lo.saturating_sub(part.first).min(part.count) as f32;
                 second[i] = hi.saturating_sub(part.first).min(part.count) as f32;
             }
+            fill_vector::<L>(tile.lanes, [first, second]);
             apply(Rule::Range { from: first, to: second, keep: keep as f32 });
         }
         Some(!all_seen || mixed)
@@ -369,14 +388,17 @@ impl<L: Lanes> Pass<'_, L> {
         if careful {
             self.note_seen(tile, part, work.bias);
         }
-        let rows = rows_of(values.rows, values.block, part);
         let (lanes, p) = (tile.lanes, &work.s[..part.count * tile.lanes]);
         let alpha = (!fresh).then_some(&work.pair[..tile.lanes]);
         let o = self.area_of(tile, work.o, self.job.blocking.head_dim_v_padded);
+        let rows = tile.rows;
         if careful {
-            self.l.vectorize(CarefulValues { values: rows, p, seen: work.bias, lanes, rows: tile.rows, alpha, o });
+            let values = rows_of(values.rows, values.block, part);
+            self.l.vectorize(CarefulValues { values, p, seen: work.bias, lanes, rows, alpha, o });
         } else {
-            self.l.vectorize(Values { values: rows, p, lanes, rows: tile.rows, alpha, o });
+            let (packed, panel) = values.panels.map_or((values.rows, None), |(packed, step)| (packed, Some(step)));
+            let values = rows_of(packed, values.block, part);
+            self.l.vectorize(Values { values, panel, p, lanes, rows, alpha, o });
         }
     }
 
@@ -392,17 +414,32 @@ impl<L: Lanes> Pass<'_, L> {
     }
 }
 
+/// Repeats the numbers of fewer rows than a vector has lanes, as their scores lie.
+pub(super) fn fill_vector<L: Lanes>(lanes: usize, numbers: [&mut [f32]; 2]) {
+    for numbers in numbers {
+        (lanes..L::LANES).for_each(|i| numbers[i] = numbers[i - lanes]);
+    }
+}
+
 /// A loaded block of values.
 pub(super) struct BlockValues<'a> {
     rows: Rows<'a>,
     block: Keys,
+    /// The same as panels, and from one to the next, where that pays.
+    panels: Option<(Rows<'a>, usize)>,
     /// Whether all are finite, once somebody has asked.
     finite: Option<bool>,
 }
 
 impl<'a> BlockValues<'a> {
     pub(super) fn new(rows: Rows<'a>, block: Keys) -> Self {
-        Self { rows, block, finite: None }
+        Self { rows, block, panels: None, finite: None }
+    }
+
+    fn pack<L: Lanes>(&mut self, l: L, area: &'a mut [f32]) {
+        l.vectorize(Panels { values: self.rows, dst: area });
+        let step = Panels::step(self.rows.count, L::LANES);
+        self.panels = Some((Rows { data: area, stride: 2 * L::LANES, ..self.rows }, step));
     }
 
     fn all_finite<L: Lanes>(&mut self, l: L) -> bool {

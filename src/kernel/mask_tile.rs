@@ -53,6 +53,11 @@ pub(crate) fn build<L: Lanes>(
     };
     let shared = (1..place.count).all(same);
     let rows = if shared { 1 } else { place.count };
+    if let Some(src) = in_place(problem, place).filter(|_| !shared) {
+        (0..rows).for_each(|row| prefetch_next(l, problem, place, row));
+        l.vectorize(Transpose { src, dst: bias, dst_stride: lanes });
+        return Verdict::Mixed;
+    }
     let (mut hidden, mut clear) = (true, true);
     for (row, values) in stage.chunks_exact_mut(stride).take(rows).enumerate() {
         let verdict = build_row(problem, place.index(row), place.first_key, &mut values[..place.keys]);
@@ -72,6 +77,19 @@ pub(crate) fn build<L: Lanes>(
         l.vectorize(Transpose { src, dst: bias, dst_stride: lanes });
     }
     Verdict::Mixed
+}
+
+/// Biases that no mask changes, where they lie, if their rows are one distance apart.
+fn in_place<'a>(problem: &Problem<'a>, place: &Place<'_>) -> Option<Rows<'a>> {
+    let bias = problem.bias.filter(|bias| problem.mask.is_none() && bias.key_stride() == 1)?;
+    let offset = |row| {
+        let [batch, head, query] = place.index(row);
+        bias.offset([batch, head, query, place.first_key])
+    };
+    let (first, second) = (offset(0), offset(place.count.min(2) - 1));
+    let stride = second.checked_sub(first)?;
+    let even = (2..place.count).all(|row| offset(row) == first + row * stride);
+    even.then(|| Rows { data: &bias.data[first..], stride, width: place.keys, count: place.count })
 }
 
 /// Asks for the biases of the next block of keys: rows of them are too far apart for the processor to foresee (a float mask at

@@ -3,6 +3,7 @@
 pub(crate) mod blocking;
 mod exp;
 mod few;
+mod few_softmax;
 mod finish;
 pub(crate) mod fused;
 mod lanes;

@@ -4,7 +4,7 @@
 //! threshold: in `f32` it would cost bits of the dominant probabilities).
 
 use super::exp::exp2_nonpositive;
-use super::lanes::{Lanes, Op};
+use super::lanes::{Lanes, MAX_LANES, Op};
 
 /// Running state of the rows of one tile.
 pub(crate) struct RowState<'a> {
@@ -108,9 +108,9 @@ fn exp_block<L: Lanes>(l: L, s: &mut [f32], stride: usize, j: usize, shift: L::V
 
 /// Turns scores into the probabilities of a finished state, for a second pass that writes attention weights.
 pub(crate) struct Probabilities<'a> {
-    /// `[keys][lanes]`.
+    /// `[keys][lanes]` in whole vectors.
     pub(crate) s: &'a mut [f32],
-    pub(crate) vectors: usize,
+    pub(crate) lanes: usize,
     pub(crate) c: f32,
     pub(crate) max: &'a [f32],
     /// Factor of each lane: the reciprocal of its sum.
@@ -121,10 +121,15 @@ impl Op for Probabilities<'_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let stride = self.vectors * L::LANES;
+        let stride = self.lanes.max(L::LANES);
         for j in (0..stride).step_by(L::LANES) {
-            let shift = finite_or_zero(l, l.load(&self.max[j..]));
-            let (c, norm) = (l.splat(self.c), l.load(&self.norm[j..]));
+            // Numbers of the rows, repeated where they are less than a vector.
+            let (mut max, mut norm) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
+            for i in 0..L::LANES {
+                (max[i], norm[i]) = (self.max[j + i % self.lanes], self.norm[j + i % self.lanes]);
+            }
+            let shift = finite_or_zero(l, l.load(&max));
+            let (c, norm) = (l.splat(self.c), l.load(&norm));
             for row in self.s.chunks_exact_mut(stride) {
                 let score = &mut row[j..];
                 let p = exp2_nonpositive(l, l.mul(l.sub(l.load(score), shift), c));
@@ -134,7 +139,8 @@ impl Op for Probabilities<'_> {
     }
 }
 
-/// Multiplies each of the rows `[norm.len()][width]`, `width` a multiple of `LANES`, by its factor.
+/// Multiplies each of the rows `[norm.len()][width]`, `width` a multiple of `LANES`, by its factor. Says whether all results are
+/// finite.
 pub(crate) struct Normalize<'a> {
     pub(crate) o: &'a mut [f32],
     pub(crate) width: usize,
@@ -142,14 +148,30 @@ pub(crate) struct Normalize<'a> {
 }
 
 impl Op for Normalize<'_> {
-    type Output = ();
+    type Output = bool;
     #[inline(always)]
-    fn run<L: Lanes>(self, l: L) {
+    fn run<L: Lanes>(self, l: L) -> bool {
+        let zero = l.splat(0.0);
+        // x * 0 is 0 for a finite x, else NaN, which stays in the sum.
+        let mut check = [zero; CHAINS];
         for (row, norm) in self.o.chunks_exact_mut(self.width.max(1)).zip(self.norm) {
-            for x in row.chunks_exact_mut(L::LANES) {
-                // Adding 0 makes +0 of -0: which of them a sum that underflows has come to can depend on hidden values.
-                l.store(l.fma(l.load(x), l.splat(*norm), l.splat(0.0)), x);
+            let norm = l.splat(*norm);
+            let mut groups = row.chunks_exact_mut(CHAINS * L::LANES);
+            for x in &mut groups {
+                for i in 0..CHAINS {
+                    let x = &mut x[i * L::LANES..];
+                    // Adding 0 makes +0 of -0: which of them a sum that underflows has come to can depend on hidden values.
+                    let y = l.fma(l.load(x), norm, zero);
+                    check[i] = l.fma(y, zero, check[i]);
+                    l.store(y, x);
+                }
+            }
+            for x in groups.into_remainder().chunks_exact_mut(L::LANES) {
+                let y = l.fma(l.load(x), norm, zero);
+                check[0] = l.fma(y, zero, check[0]);
+                l.store(y, x);
             }
         }
+        l.sum(l.add(l.add(check[0], check[1]), l.add(check[2], check[3]))) == 0.0
     }
 }

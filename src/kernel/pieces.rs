@@ -66,7 +66,8 @@ impl<L: Lanes> Pass<'_, L> {
         let part = &mut buffer[tile.index * size * (width + 2)..];
         let (o, rest) = part.split_at_mut(size * width);
         let (max, rest) = rest.split_at_mut(size);
-        Partial { o: &mut o[..tile.rows * width], max: &mut max[..tile.lanes], sum: &mut rest[..tile.lanes] }
+        let lanes = tile.vectors * L::LANES;
+        Partial { o: &mut o[..tile.rows * width], max: &mut max[..lanes], sum: &mut rest[..lanes] }
     }
 
     /// What the tile itself has come to; nothing, if no block was taken into it.

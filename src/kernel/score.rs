@@ -2,12 +2,13 @@
 //! visibility. Each is a pass over a tile of scores in L1, run only where it is asked for.
 
 use super::exp::tanh;
-use super::lanes::{Lanes, Op};
+use super::lanes::{Lanes, MAX_LANES, Op};
 
-/// Scores of one tile, `[keys][lanes]`, and what is to be done to them.
+/// Scores of one tile, `[keys][lanes]` in whole vectors, and what is to be done to them. Where `lanes` is less than a vector, it
+/// divides it, and numbers of rows are repeated up to a vector.
 pub(crate) struct ScorePass<'a> {
     pub(crate) s: &'a mut [f32],
-    pub(crate) vectors: usize,
+    pub(crate) lanes: usize,
     pub(crate) rule: Rule<'a>,
 }
 
@@ -29,22 +30,23 @@ impl Op for ScorePass<'_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Self { s, vectors, rule } = self;
+        let Self { s, lanes, rule } = self;
         match rule {
-            Rule::Scale(scale) => each(l, s, vectors, |x, _, _| l.mul(x, l.splat(scale))),
-            Rule::Softcap(cap) => each(l, s, vectors, |x, _, _| softcap(l, x, cap)),
-            Rule::Alibi { slopes, positions } => each(l, s, vectors, |x, key, j| {
-                alibi(l, x, l.load(&slopes[j..]), l.sub(l.load(&positions[j..]), l.splat(key as f32)))
-            }),
-            Rule::Bias { bias, scale } => {
-                let stride = vectors * L::LANES;
-                each(l, s, vectors, |x, key, j| biased(l, l.mul(x, l.splat(scale)), l.load(&bias[key * stride + j..])));
+            Rule::Scale(scale) => each(l, s, lanes, |x, _, _| l.mul(x, l.splat(scale))),
+            Rule::Softcap(cap) => each(l, s, lanes, |x, _, _| softcap(l, x, cap)),
+            Rule::Alibi { slopes, positions } => {
+                each(l, s, lanes, |x, key, j| alibi(l, x, l.load(&slopes[j..]), l.sub(l.load(&positions[j..]), key)))
             }
-            Rule::Range { from, to, keep } => each(l, s, vectors, |x, key, j| {
+            Rule::Bias { bias, scale } => {
+                for (x, bias) in s.chunks_exact_mut(L::LANES).zip(bias.chunks_exact(L::LANES)) {
+                    l.store(biased(l, l.mul(l.load(x), l.splat(scale)), l.load(bias)), x);
+                }
+            }
+            Rule::Range { from, to, keep } => each(l, s, lanes, |x, key, j| {
                 let hidden = l.splat(f32::NEG_INFINITY);
-                let kept = (key as f32) < keep;
-                let key = l.splat(key as f32);
-                let x = if kept { x } else { l.select(l.lt(key, l.load(&from[j..])), hidden, x) };
+                // A key that is kept is no smaller than 0.
+                let from = l.select(l.lt(key, l.splat(keep)), l.splat(0.0), l.load(&from[j..]));
+                let x = l.select(l.lt(key, from), hidden, x);
                 l.select(l.lt(key, l.load(&to[j..])), x, hidden)
             }),
         }
@@ -74,12 +76,18 @@ fn add_finite<L: Lanes>(l: L, score: L::V, bias: L::V) -> L::V {
     l.select(l.lt(score, lowest), sum, l.max(lowest, sum))
 }
 
-/// Replaces every vector of the tile by `f(vector, key, lane of its first element)`.
+/// Replaces every vector of the tile by `f(vector, its keys, lane of its first element)`.
 #[inline(always)]
-fn each<L: Lanes>(l: L, s: &mut [f32], vectors: usize, f: impl Fn(L::V, usize, usize) -> L::V) {
-    for (key, row) in s.chunks_exact_mut(vectors * L::LANES).enumerate() {
+fn each<L: Lanes>(l: L, s: &mut [f32], lanes: usize, f: impl Fn(L::V, L::V, usize) -> L::V) {
+    let mut keys = [0.0; MAX_LANES];
+    for (i, key) in keys.iter_mut().enumerate() {
+        *key = (i / lanes) as f32;
+    }
+    let (mut key, step) = (l.load(&keys), l.splat(L::LANES.div_ceil(lanes) as f32));
+    for row in s.chunks_exact_mut(lanes.max(L::LANES)) {
         for (j, x) in row.chunks_exact_mut(L::LANES).enumerate() {
             l.store(f(l.load(x), key, j * L::LANES), x);
         }
+        key = l.add(key, step);
     }
 }

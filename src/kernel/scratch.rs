@@ -2,6 +2,7 @@
 
 use super::blocking::Blocking;
 use super::online::RowState;
+use super::tile::Panels;
 use crate::problem::Problem;
 use crate::workspace::{Buffer, grow};
 use crate::{Error, Result};
@@ -16,7 +17,7 @@ pub(crate) struct Scratch {
     tiles: Vec<Tile>,
 }
 
-const PARTS: usize = 10;
+const PARTS: usize = 11;
 
 /// A vector or two of rows that are computed together.
 #[derive(Clone, Copy, Debug, Default)]
@@ -42,6 +43,8 @@ pub(crate) struct Areas<'a> {
     /// A block of keys, and one of values, as packed `f32` rows.
     pub(crate) k: &'a mut [f32],
     pub(crate) v: &'a mut [f32],
+    /// The block of values as panels; empty if they are narrow.
+    pub(crate) panels: &'a mut [f32],
     pub(crate) tiles: &'a mut [Tile],
     /// What the pieces of the keys before this one have come to.
     pub(crate) partial: &'a mut [f32],
@@ -80,6 +83,11 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking<'_>) -> Option<[usize; PARTS
         (tile, widest),
         (tile, 2),
         (if blocking.may_have_pieces() { 1 } else { 0 }, blocking.partial_len()?),
+        if blocking.has_panels() {
+            (blocking.head_dim_v_padded.div_ceil(tile), Panels::step(block_k, blocking.lanes))
+        } else {
+            (0, 0)
+        },
     ];
     let mut sizes = [0; PARTS];
     for (size, (count, width)) in sizes.iter_mut().zip(factors) {
@@ -102,13 +110,13 @@ impl Scratch {
     /// The parts, for the problem that `reserve` has seen last.
     pub(crate) fn areas(&mut self) -> Areas<'_> {
         let mut rest = self.floats.as_mut_slice();
-        let [k, v, queries, o, states, s, bias, stage, pair, partial] = self.sizes.map(|size| {
+        let [k, v, queries, o, states, s, bias, stage, pair, partial, panels] = self.sizes.map(|size| {
             let (part, tail) = core::mem::take(&mut rest).split_at_mut(size);
             rest = tail;
             part
         });
         let work = Work { queries, o, states, s, bias, stage, pair, ranges: &mut self.ranges };
-        Areas { k, v, tiles: &mut self.tiles, partial, work }
+        Areas { k, v, panels, tiles: &mut self.tiles, partial, work }
     }
 
     /// Bytes on the heap.

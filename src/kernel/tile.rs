@@ -79,6 +79,8 @@ pub(crate) struct Scores<'a> {
     pub(crate) vectors: usize,
     /// `[count][lanes]`.
     pub(crate) s: &'a mut [f32],
+    /// Whether to start from what `s` holds: the sum over the first part of head_dim.
+    pub(crate) more: bool,
 }
 
 impl Op for Scores<'_> {
@@ -100,16 +102,27 @@ fn scores<L: Lanes, const NV: usize>(l: L, op: Scores<'_>) {
     while first < op.keys.count {
         let rows = tile_rows(op.keys.count - first, L::MR);
         let (tile, rest) = s.split_at_mut(rows * lanes);
-        with_constant!(rows, MR => score_tile::<L, NV, MR>(l, op.keys.range(first, first + MR), op.queries, tile));
+        with_constant!(rows, MR => score_tile::<L, NV, MR>(l, op.keys.range(first, first + MR), op.queries, tile, op.more));
         s = rest;
         first += rows;
     }
 }
 
 #[inline(always)]
-fn score_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, keys: Rows<'_>, queries: &[f32], s: &mut [f32]) {
+fn score_tile<L: Lanes, const NV: usize, const MR: usize>(
+    l: L,
+    keys: Rows<'_>,
+    queries: &[f32],
+    s: &mut [f32],
+    more: bool,
+) {
     let lanes = NV * L::LANES;
     let mut acc = [[l.splat(0.0); NV]; MR];
+    if more {
+        unroll!(I < MR => for (j, acc) in acc[I].iter_mut().enumerate() {
+            *acc = l.load(&s[I * lanes + j * L::LANES..]);
+        });
+    }
     let mut rows: [&[f32]; MR] = [&[]; MR];
     for (i, row) in rows.iter_mut().enumerate() {
         *row = keys.row(i);
@@ -140,6 +153,8 @@ fn score_tile<L: Lanes, const NV: usize, const MR: usize>(l: L, keys: Rows<'_>, 
 pub(crate) struct Values<'a, T = f32> {
     /// Their width is a multiple of `LANES`.
     pub(crate) values: Rows<'a, T>,
+    /// From a panel of two vectors of columns to the next, if `values` are panels as [`Panels`] makes them.
+    pub(crate) panel: Option<usize>,
     /// `[count][lanes]`.
     pub(crate) p: &'a [f32],
     pub(crate) lanes: usize,
@@ -157,6 +172,7 @@ impl<T: Operand> Op for Values<'_, T> {
         // Columns outside: a panel of V, 128 keys by two vectors, stays in L1 while all rows meet it. Fewer rows take more columns,
         // so that accumulators are not too few to hide the latency of an FMA.
         let mut column = match self.rows {
+            _ if self.panel.is_some() => 0,
             1 => wide_columns::<L, T, 8, 1>(l, &mut self),
             2 => wide_columns::<L, T, 4, 2>(l, &mut self),
             3 => wide_columns::<L, T, 4, 3>(l, &mut self),
@@ -211,9 +227,10 @@ fn value_tile<L: Lanes, T: Operand, const NV: usize, const MR: usize>(
     }
     // All keys but the last in chunks of exact size, which leaves no check in the loop; behind the last row there may be nothing.
     // (With a check or two a key the portable level has 27 GFLOP/s where this has 30, D 64, S 512.)
-    let stride = stride.max(width);
+    let stride = stride.max(NV * L::LANES);
     let last = count - 1;
-    let values = &data[column..][..last * stride + NV * L::LANES];
+    let first = op.panel.map_or(column, |panel| column / (2 * L::LANES) * panel);
+    let values = &data[first..][..last * stride + NV * L::LANES];
     let rows = values[..last * stride].chunks_exact(stride);
     for (p, values) in op.p[..last * op.lanes].chunks_exact(op.lanes).zip(rows) {
         acc = value_step(l, acc, &p[row..], values);
@@ -222,6 +239,36 @@ fn value_tile<L: Lanes, T: Operand, const NV: usize, const MR: usize>(
     unroll!(I < MR => for (j, acc) in acc[I].iter().enumerate() {
         l.store(*acc, &mut op.o[(row + I) * width + column + j * L::LANES..]);
     });
+}
+
+/// Copies rows of values, a multiple of `LANES` wide, to panels of two vectors of columns. Rows of many columns are a multiple of
+/// many cache lines apart, so that a column of them finds room in few sets of L1; panels lie side by side.
+pub(crate) struct Panels<'a> {
+    pub(crate) values: Rows<'a>,
+    pub(crate) dst: &'a mut [f32],
+}
+
+impl Panels<'_> {
+    /// From panel to panel: a line more than one takes, as they would meet in one set, too.
+    pub(crate) fn step(keys: usize, lanes: usize) -> usize {
+        keys * 2 * lanes + 16
+    }
+}
+
+impl Op for Panels<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let (panel, step) = (2 * L::LANES, Self::step(self.values.count, L::LANES));
+        for key in 0..self.values.count {
+            for (from, to) in self.values.row(key).chunks(panel).zip(self.dst.chunks_mut(step)) {
+                let to = &mut to[key * panel..];
+                for (j, from) in from.chunks_exact(L::LANES).enumerate() {
+                    l.store(l.load(from), &mut to[j * L::LANES..]);
+                }
+            }
+        }
+    }
 }
 
 /// One key: `acc[i] += p[i] * values`.
@@ -285,14 +332,18 @@ impl<T: Operand> Op for AllFinite<'_, T> {
     type Output = bool;
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) -> bool {
-        // x * 0 is 0 for a finite x, else NaN, which stays in the sum.
-        let mut acc = l.splat(0.0);
+        // x * 0 is 0 for a finite x, else NaN, which stays in the sum. Four sums, as an FMA waits for the one before it.
+        let mut acc = [l.splat(0.0); 4];
         for i in 0..self.0.count {
-            for x in self.0.row(i).chunks(L::LANES) {
-                acc = l.fma(T::load_partial(l, x), l.splat(0.0), acc);
+            let groups = self.0.row(i).chunks_exact(4 * L::LANES);
+            for x in groups.remainder().chunks(L::LANES) {
+                acc[0] = l.fma(T::load_partial(l, x), l.splat(0.0), acc[0]);
+            }
+            for x in groups {
+                unroll!(J < 4 => acc[J] = l.fma(T::load(l, &x[J * L::LANES..]), l.splat(0.0), acc[J]));
             }
         }
-        l.sum(acc) == 0.0
+        l.sum(l.add(l.add(acc[0], acc[1]), l.add(acc[2], acc[3]))) == 0.0
     }
 }
 
@@ -310,13 +361,15 @@ impl Op for Transpose<'_> {
         let Self { src, dst, dst_stride } = self;
         for row in (0..src.count).step_by(L::LANES) {
             let rows = (src.count - row).min(L::LANES);
-            let whole = src.width / L::LANES * L::LANES;
-            for column in (0..whole).step_by(L::LANES) {
-                let (src, dst) = (&src.data[row * src.stride + column..], &mut dst[column * dst_stride + row..]);
+            // Less than a vector at the end is transposed with what comes before it, if there is enough of that.
+            let mut column = 0;
+            while column < src.width && src.width >= L::LANES {
+                let from = column.min(src.width - L::LANES);
+                let (src, dst) = (&src.data[row * src.stride + from..], &mut dst[from * dst_stride + row..]);
                 l.transpose(src, self.src.stride, rows, dst, dst_stride);
+                column += L::LANES;
             }
-            // The last columns are fewer than a vector: rows of them are loaded and stored one element at a time.
-            for column in whole..src.width {
+            for column in column..src.width {
                 for i in 0..rows {
                     dst[column * dst_stride + row + i] = src.row(row + i)[column];
                 }

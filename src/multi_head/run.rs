@@ -48,7 +48,6 @@ const BLOCKS_PER_THREAD: usize = 4;
 /// One problem on one level, ready to run.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Prepared<'a> {
-    pub(super) problem: Problem<'a>,
     pub(super) blocking: Blocking<'a>,
     pub(super) level: Level,
     pub(super) threads: usize,
@@ -63,30 +62,30 @@ impl Workspace {
     /// and whether averaged.
     pub(super) fn prepare<'a>(
         &mut self,
-        problem: Problem<'a>,
+        problem: &Problem<'_>,
         starts: Option<&'a [usize]>,
         level: Level,
         weights: Option<bool>,
     ) -> Result<Prepared<'a>> {
-        let cut = Blocking::new(&problem, starts, level.lanes(), weights == Some(true))?;
+        let cut = Blocking::new(problem, starts, level.lanes(), weights == Some(true))?;
         let blocks = cut.grid.len();
         if u32::try_from(blocks).is_err() {
             return Err(Error::Memory { bytes: blocks.saturating_mul(size_of::<Task>()) });
         }
         grow(&mut self.taken, blocks, AtomicBool::default)?;
-        let pairs = self.order_tasks(&problem, &cut.grid)?;
+        let pairs = self.order_tasks(problem, &cut.grid)?;
         let work = pairs.saturating_mul((problem.head_dim.saturating_add(problem.head_dim_v)) as u64);
         let pool = if work < SERIAL_BELOW { 1 } else { parallel::current_threads() };
-        let mut prepared = Prepared { problem, blocking: cut, level, threads: 1, pairs, pieces: 1 };
+        let mut prepared = Prepared { blocking: cut, level, threads: 1, pairs, pieces: 1 };
         let short_of_blocks = (1..BLOCKS_PER_THREAD * pool).contains(&self.tasks.len());
         if pool > 1 && short_of_blocks && weights.is_none() && cut.block_is_one_pass() {
-            prepared.pieces = (0..problem.batch).map(|batch| blocking::pieces(&problem, batch).1).max().unwrap_or(1);
+            prepared.pieces = (0..problem.batch).map(|batch| blocking::pieces(problem, batch).1).max().unwrap_or(1);
         }
         let tasks = self.tasks.len() * prepared.pieces;
         prepared.threads = pool.clamp(1, tasks.max(1));
         grow(&mut self.scratch, prepared.threads, Scratch::default)?;
         for scratch in &mut self.scratch[..prepared.threads] {
-            scratch.reserve(&problem, &cut)?;
+            scratch.reserve(problem, &cut)?;
         }
         if prepared.pieces > 1 {
             let len = cut.partial_len().ok_or(Error::Memory { bytes: usize::MAX })?;
@@ -124,9 +123,9 @@ impl Workspace {
         for &(_, batch) in &self.batches {
             let (band, first) = (problem.band(batch), self.tasks.len());
             for query_block in 0..grid.query_blocks(batch) {
-                let block = grid.index(batch, 0, query_block);
-                let pairs = grid.block(block).map_or(0, |(_, _, queries)| band.pairs(queries));
-                self.tasks.push(Task { pairs: u32::try_from(pairs).unwrap_or(u32::MAX), block: block as u32 });
+                let pairs = band.pairs(grid.queries_of(batch, query_block));
+                let block = grid.index(batch, 0, query_block) as u32;
+                self.tasks.push(Task { pairs: u32::try_from(pairs).unwrap_or(u32::MAX), block });
             }
             self.tasks[first..].sort_unstable_by_key(|task| (Reverse(task.pairs), task.block));
             // Every head of an item sees the same pairs.
@@ -157,15 +156,17 @@ impl Workspace {
     /// Runs all tasks.
     pub(super) fn execute<O: Element>(
         &mut self,
+        problem: &Problem<'_>,
         prepared: &Prepared<'_>,
         operands: [AnyHeads<'_>; 3],
         outputs: Checked<'_, O>,
     ) {
-        let Prepared { problem, blocking: cut, level, threads, pieces, .. } = *prepared;
+        let Prepared { blocking: cut, level, threads, pieces, .. } = *prepared;
         let [q, k, v] = operands;
-        let job = Job { problem: &problem, blocking: cut, q, k, v };
-        self.taken.iter().for_each(|taken| taken.store(false, Ordering::Relaxed));
-        let blocks = OutputBlocks::new(cut.grid, outputs.out, outputs.lse, outputs.weights, &self.taken);
+        let job = Job { problem, blocking: cut, q, k, v };
+        let taken = &self.taken[..cut.grid.len()];
+        taken.iter().for_each(|taken| taken.store(false, Ordering::Relaxed));
+        let blocks = OutputBlocks::new(cut.grid, outputs.out, outputs.lse, outputs.weights, taken);
         let (tasks, partials) = (&self.tasks, &mut self.partials);
         if pieces == 1 {
             parallel::for_each_task(tasks.len(), &mut self.scratch[..threads], |task, scratch| {
@@ -188,7 +189,7 @@ impl Workspace {
         parallel::for_each_task(tasks.len() * pieces, &mut self.scratch[..threads], |task, scratch| {
             let (block, piece) = (tasks[task / pieces].block as usize, task % pieces);
             let Some((batch, heads, queries)) = cut.grid.block(block) else { return };
-            if piece >= blocking::pieces(&problem, batch).1 {
+            if piece >= blocking::pieces(problem, batch).1 {
                 return;
             }
             // Nobody waits for it: each task has its own.
@@ -199,7 +200,7 @@ impl Workspace {
         for (task, results) in tasks.iter().zip(partials.chunks_exact_mut(pieces)) {
             let Some(mut block) = blocks.take(task.block as usize) else { continue };
             let (batch, heads, queries) = (block.batch, block.heads.clone(), block.queries.clone());
-            let own = &mut results[..blocking::pieces(&problem, batch).1];
+            let own = &mut results[..blocking::pieces(problem, batch).1];
             let mut results = own.iter_mut().map(|result| exclusive(result).as_mut_slice());
             let step = Step::Join(&mut results, &mut block);
             attend(level, Attend { job: &job, batch, heads, queries, scratch: &mut self.scratch[0], step });

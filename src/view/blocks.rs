@@ -127,12 +127,17 @@ impl Grid<'_> {
                 low
             }
         };
-        let first_query = (slot - self.first_slot(batch)) * self.queries;
-        let length = self.query_length(batch);
+        let queries = self.queries_of(batch, slot - self.first_slot(batch));
         let (group, part) = (head_block / self.blocks_per_group(), head_block % self.blocks_per_group());
         let (first, end) = (group * self.group, (group + 1) * self.group);
         let heads = first + part * self.heads..(first + (part + 1) * self.heads).min(end);
-        (first_query < length).then(|| (batch, heads, first_query..(first_query + self.queries).min(length)))
+        (!queries.is_empty()).then_some((batch, heads, queries))
+    }
+
+    /// Queries of one of the query blocks of an item; none, if it has not so many.
+    pub(crate) fn queries_of(&self, batch: usize, query_block: usize) -> Range<usize> {
+        let first = query_block * self.queries;
+        first..(first + self.queries).min(self.query_length(batch))
     }
 
     /// Index of a row of the output views.

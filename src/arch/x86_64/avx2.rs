@@ -170,23 +170,43 @@ impl Lanes for Avx2 {
 
     #[inline(always)]
     fn prefetch<T>(self, src: &[T]) {
+        let (first, bytes) = (src.as_ptr().cast::<i8>(), size_of_val(src));
         let mut byte = 0;
-        while byte < size_of_val(src) {
-            // SAFETY: SSE is part of x86-64, and a prefetch reads nothing that the program can see.
-            unsafe { _mm_prefetch::<_MM_HINT_T0>(src.as_ptr().cast::<i8>().wrapping_add(byte)) }
-            byte += 64;
+        // SAFETY: SSE is part of x86-64, and a prefetch reads nothing that the program can see.
+        unsafe {
+            while byte + 256 <= bytes {
+                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte));
+                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 64));
+                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 128));
+                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 192));
+                byte += 256;
+            }
+            while byte < bytes {
+                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte));
+                byte += 64;
+            }
         }
     }
 
     #[inline(always)]
     fn transpose(self, src: &[f32], src_stride: usize, rows: usize, dst: &mut [f32], dst_stride: usize) {
-        let mut r = [self.splat(0.0); Self::LANES];
-        for (i, row) in r.iter_mut().enumerate() {
-            *row = self.load(&src[i.min(rows - 1) * src_stride..]);
+        // Rows i and 4 + i side by side, columns 0..4 and 4..8.
+        let mut r = [[self.splat(0.0); 4]; 2];
+        for i in 0..4 {
+            let low = &src[i.min(rows - 1) * src_stride..][..Self::LANES];
+            let high = &src[(4 + i).min(rows - 1) * src_stride..][..Self::LANES];
+            for (half, r) in r.iter_mut().enumerate() {
+                let (low, high) = (low[4 * half..].as_ptr(), high[4 * half..].as_ptr());
+                // SAFETY: features as above; four of the eight elements of each slice are left, and the loads need no alignment.
+                r[i] =
+                    unsafe { _mm256_insertf128_ps::<1>(_mm256_castps128_ps256(_mm_loadu_ps(low)), _mm_loadu_ps(high)) };
+            }
         }
-        let columns = avx2!(transpose8(r));
-        for (i, column) in columns.into_iter().enumerate() {
-            self.store(column, &mut dst[i * dst_stride..]);
+        for (half, r) in r.into_iter().enumerate() {
+            let columns = avx2!(transpose4(r));
+            for (i, column) in columns.into_iter().enumerate() {
+                self.store(column, &mut dst[(4 * half + i) * dst_stride..]);
+            }
         }
     }
 }
@@ -198,25 +218,16 @@ fn first_lanes(n: usize) -> __m256i {
     _mm256_cmpgt_epi32(_mm256_set1_epi32(n.min(Avx2::LANES) as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7))
 }
 
-/// 8 x 8 in 24 shuffles: 4 x 4 blocks within the halves, then the halves.
+/// The 4 x 4 blocks within the halves.
 #[target_feature(enable = "avx2,fma,f16c")]
 #[inline]
-fn transpose8(r: [__m256; 8]) -> [__m256; 8] {
-    let mut t = r;
-    // After this, half k of t[4a + b] is column 4k + b of rows 4a..4a + 4.
-    for a in 0..2 {
-        let [r0, r1, r2, r3] = [r[4 * a], r[4 * a + 1], r[4 * a + 2], r[4 * a + 3]];
-        let (low01, high01) = (_mm256_unpacklo_ps(r0, r1), _mm256_unpackhi_ps(r0, r1));
-        let (low23, high23) = (_mm256_unpacklo_ps(r2, r3), _mm256_unpackhi_ps(r2, r3));
-        t[4 * a] = _mm256_shuffle_ps::<0x44>(low01, low23);
-        t[4 * a + 1] = _mm256_shuffle_ps::<0xee>(low01, low23);
-        t[4 * a + 2] = _mm256_shuffle_ps::<0x44>(high01, high23);
-        t[4 * a + 3] = _mm256_shuffle_ps::<0xee>(high01, high23);
-    }
-    let mut columns = t;
-    for b in 0..4 {
-        columns[b] = _mm256_permute2f128_ps::<0x20>(t[b], t[4 + b]);
-        columns[4 + b] = _mm256_permute2f128_ps::<0x31>(t[b], t[4 + b]);
-    }
-    columns
+fn transpose4([r0, r1, r2, r3]: [__m256; 4]) -> [__m256; 4] {
+    let (low01, high01) = (_mm256_unpacklo_ps(r0, r1), _mm256_unpackhi_ps(r0, r1));
+    let (low23, high23) = (_mm256_unpacklo_ps(r2, r3), _mm256_unpackhi_ps(r2, r3));
+    [
+        _mm256_shuffle_ps::<0x44>(low01, low23),
+        _mm256_shuffle_ps::<0xee>(low01, low23),
+        _mm256_shuffle_ps::<0x44>(high01, high23),
+        _mm256_shuffle_ps::<0xee>(high01, high23),
+    ]
 }
