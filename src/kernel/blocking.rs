@@ -19,6 +19,9 @@ const PANELS_FROM: usize = 128;
 /// of a group.
 const BLOCK_ROWS: usize = 128;
 
+/// Multiply-adds of a task that are worth its beginning and its end, which cost as much as some ten thousand of them.
+const TASK_WORK: usize = 1 << 17;
+
 /// Queries of a sequence up to which it counts as decoding: its keys are then taken in pieces.
 const DECODE_QUERIES: usize = 16;
 
@@ -56,6 +59,15 @@ impl<'a> Blocking<'a> {
             _ if averaged_weights => (whole, whole),
             // Ragged items may be long or short: a task has the whole group, in as many passes as its item asks for.
             Some(_) if problem.seqlen_q > DECODE_QUERIES => (group, group),
+            // Small groups share a task, whole. Each has a pass of its own, as ever.
+            None if heads_per_pass == group && problem.seqlen_k <= PIECE_KEYS => {
+                let width = problem.head_dim.saturating_add(problem.head_dim_v);
+                let work = group.saturating_mul(queries).saturating_mul(problem.seqlen_k).saturating_mul(width);
+                match TASK_WORK / work.max(1) {
+                    0 | 1 => (group, group),
+                    groups => (whole, group.saturating_mul(groups).min(whole)),
+                }
+            }
             _ => (group, heads_per_pass),
         };
         let grid = Grid {
@@ -89,7 +101,7 @@ impl<'a> Blocking<'a> {
         self.rows.div_ceil(self.tile())
     }
 
-    /// Whether every block of the grid is one pass over its keys, and may be cut into pieces of them.
+    /// Whether every block of the grid is one pass over its keys, if they are many, and may be cut into pieces of them.
     pub(crate) fn block_is_one_pass(&self) -> bool {
         self.grid.seqlen_q <= DECODE_QUERIES
     }

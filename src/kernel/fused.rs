@@ -16,7 +16,7 @@
 
 use core::ops::Range;
 
-use super::blocking::{Blocking, is_few, pieces};
+use super::blocking::{Blocking, heads_per_pass, is_few, pieces};
 use super::lanes::{Lanes, MAX_LANES, Op};
 use super::mask_tile::{self, Place, Verdict};
 use super::online::{KEY_ALIGN, RowState, Softmax};
@@ -40,6 +40,7 @@ pub(crate) struct Job<'a> {
 }
 
 /// How raw products become powers of two.
+#[derive(Clone, Copy)]
 pub(super) struct Scale {
     /// Factor of the scores before other rules; `None` if it is left to `c`.
     before: Option<f32>,
@@ -91,7 +92,7 @@ impl Tile {
     }
 }
 
-/// One block of rows for one KV head: queries of some heads of its group.
+/// One block of rows: queries of some heads, in passes over one KV head each.
 pub(crate) struct Attend<'a, 's> {
     pub(crate) job: &'a Job<'a>,
     pub(crate) batch: usize,
@@ -114,40 +115,23 @@ pub(crate) enum Step<'s> {
 impl Op for Attend<'_, '_> {
     type Output = ();
     fn run<L: Lanes>(self, l: L) {
-        let Self { job, batch, heads, queries, scratch, step } = self;
-        let kv_head = job.problem.kv_head(heads.start);
-        let pass = Pass { l, job, batch, kv_head, heads, queries, scale: Scale::new(job.problem) };
+        let Self { job, batch, heads, queries, scratch, mut step } = self;
+        let (problem, scale) = (job.problem, Scale::new(job.problem));
+        let per_pass = heads_per_pass(problem.query_length(batch), problem.group);
         let mut areas = scratch.areas();
         let tiles = core::mem::take(&mut areas.tiles);
-        let tiles = pass.tiles(tiles, areas.work.ranges);
-        for tile in tiles.iter() {
-            pass.pack_queries(tile, &mut areas.work);
-        }
-        let sink = match step {
-            Step::Whole(sink) => {
-                pass.all_pieces(tiles, &mut areas);
-                sink
-            }
-            Step::Piece(piece, result) => {
-                pass.piece(tiles, piece, &mut areas);
-                return tiles.iter().for_each(|tile| pass.save(tile, &mut areas.work, result));
-            }
-            Step::Join(results, sink) => {
-                let Some(acc) = results.next() else { return };
-                for other in results {
-                    tiles.iter().for_each(|tile| pass.merge_saved(tile, acc, other));
-                }
-                tiles.iter_mut().for_each(|tile| pass.restore(tile, &mut areas.work, acc));
-                sink
-            }
-        };
-        for tile in tiles.iter() {
-            pass.finish(tile, &mut areas, sink);
+        let mut first = heads.start;
+        while first < heads.end {
+            let kv_head = problem.kv_head(first);
+            let end = (first + per_pass).min((kv_head + 1) * problem.group).min(heads.end);
+            let pass = Pass { l, job, batch, kv_head, heads: first..end, queries: queries.clone(), scale };
+            pass.run(tiles, &mut areas, &mut step);
+            first = end;
         }
     }
 }
 
-/// What stays the same over one [`Attend`].
+/// What stays the same over one pass of an [`Attend`].
 pub(super) struct Pass<'a, L> {
     pub(super) l: L,
     pub(super) job: &'a Job<'a>,
@@ -159,6 +143,34 @@ pub(super) struct Pass<'a, L> {
 }
 
 impl<L: Lanes> Pass<'_, L> {
+    fn run(&self, tiles: &mut [Tile], areas: &mut Areas<'_>, step: &mut Step<'_>) {
+        let tiles = self.tiles(tiles, areas.work.ranges);
+        for tile in tiles.iter() {
+            self.pack_queries(tile, &mut areas.work);
+        }
+        let sink = match step {
+            Step::Whole(sink) => {
+                self.all_pieces(tiles, areas);
+                sink
+            }
+            Step::Piece(piece, result) => {
+                self.piece(tiles, *piece, areas);
+                return tiles.iter().for_each(|tile| self.save(tile, &mut areas.work, result));
+            }
+            Step::Join(results, sink) => {
+                let Some(acc) = results.next() else { return };
+                for other in results {
+                    tiles.iter().for_each(|tile| self.merge_saved(tile, acc, other));
+                }
+                tiles.iter_mut().for_each(|tile| self.restore(tile, &mut areas.work, acc));
+                sink
+            }
+        };
+        for tile in tiles.iter() {
+            self.finish(tile, areas, *sink);
+        }
+    }
+
     /// Head and query of a row: all queries of the first head, then those of the second.
     pub(super) fn row(&self, row: usize) -> (usize, usize) {
         let queries = self.queries.len();

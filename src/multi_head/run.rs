@@ -5,7 +5,7 @@ use core::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Mutex, PoisonError};
 
 use super::Checked;
-use crate::kernel::blocking::{self, Blocking, heads_per_pass};
+use crate::kernel::blocking::{self, Blocking};
 use crate::kernel::fused::{Attend, Job, Step};
 use crate::kernel::scratch::Scratch;
 use crate::problem::Problem;
@@ -171,17 +171,9 @@ impl Workspace {
         if pieces == 1 {
             parallel::for_each_task(tasks.len(), &mut self.scratch[..threads], |task, scratch| {
                 let Some(mut block) = blocks.take(tasks[task].block as usize) else { return };
-                let (batch, all_heads, queries) = (block.batch, block.heads.clone(), block.queries.clone());
-                let per_pass = heads_per_pass(problem.query_length(batch), problem.group);
-                let mut first = all_heads.start;
-                while first < all_heads.end {
-                    // Heads of one group share a pass; with averaged weights a task has all groups.
-                    let group_end = (problem.kv_head(first) + 1) * problem.group;
-                    let end = (first + per_pass).min(group_end).min(all_heads.end);
-                    let (heads, queries, step) = (first..end, queries.clone(), Step::Whole(&mut block));
-                    attend(level, Attend { job: &job, batch, heads, queries, scratch, step });
-                    first = end;
-                }
+                let (batch, heads, queries) = (block.batch, block.heads.clone(), block.queries.clone());
+                let step = Step::Whole(&mut block);
+                attend(level, Attend { job: &job, batch, heads, queries, scratch, step });
             });
             return;
         }
