@@ -1,10 +1,11 @@
-//! `gemm_batched` against the naive product, on any strides: values, untouched surroundings, and errors that write nothing.
+//! `gemm_batched` and `gemm_packed` against the naive product, on any strides: values, untouched surroundings, and errors that
+//! write nothing.
 #![no_main]
 
 use arbitrary::Arbitrary;
 use libfuzzer_sys::fuzz_target;
-use polyhead::gemm::{GemmElement, gemm_batched};
-use polyhead::{Matrices, MatricesMut, View, reference};
+use polyhead::gemm::{GemmElement, PackedMatrix, gemm_batched, gemm_packed};
+use polyhead::{Level, Matrices, MatricesMut, Matrix, MatrixMut, View, reference};
 
 /// A (batch, row, column) array: sizes come from the product unless `off` changes one.
 #[derive(Arbitrary, Debug)]
@@ -127,7 +128,45 @@ fn run<T: GemmElement + From<f32> + Into<f64>>(input: &Input, epsilon: f64, bits
     assert!(c.iter().map(|&x| bits(x)).eq(untouched), "wrote outside of the view, or after an error");
 }
 
+/// The first item with B packed for some level, and a bias.
+fn run_packed(input: &Input) {
+    let [m, n, k] = input.size.map(|size| usize::from(size) % 41);
+    let [oa, ob, oc] = &input.operands;
+    let shapes = [oa.shape([1, m, k], false), ob.shape([1, k, n], false), oc.shape([1, m, n], false)];
+    let strides = [oa.strides(shapes[0]), ob.strides(shapes[1]), oc.strides(shapes[2])];
+    let mut state = input.seed;
+    let [a, b, bias]: [Vec<f32>; 3] = core::array::from_fn(|i| fill(shapes[i], strides[i], &mut state));
+    let plane = |[_, x, y]: [usize; 3]| [x, y];
+    let view = |data, i: usize| Matrix::<f32>::with_strides(data, plane(shapes[i]), plane(strides[i]));
+    let (Ok(a), Ok(b)) = (view(&a, 0), view(&b, 1)) else { return };
+    let level = Level::available()[usize::from(input.batch) % Level::available().len()];
+    let packed = PackedMatrix::new(&b, Some(level)).expect("an available level");
+    let mut c = vec![POISON; LENGTH];
+    let Ok(mut out) = MatrixMut::with_strides(&mut c, plane(shapes[2]), plane(strides[2])) else { return };
+    // What lies outside of C's elements is NaN in `bias`, so a few of its own.
+    let bias: Vec<f32> = bias.iter().take(shapes[2][2]).map(|x| if x.is_nan() { 0.5 } else { *x }).collect();
+    let result = gemm_packed(&a, &packed, Some(&bias), &mut out);
+
+    let ([m, k], [k_b, n]) = (a.shape(), b.shape());
+    let fits = k == k_b && [m, n] == plane(shapes[2]);
+    assert_eq!(result.is_ok(), fits, "{result:?} for {shapes:?}");
+    if fits {
+        let at2 = |view: &Matrix<'_, f32>, i, j| f64::from(view.get([i, j]).expect("inside the shape"));
+        let (x, y, z) = (|i, p| at2(&a, i, p), |p, j| at2(&b, p, j), |_: usize, j: usize| f64::from(bias[j]));
+        let want = reference::gemm(m, n, k, 1.0, x, y, 1.0, z);
+        let size = reference::gemm(m, n, k, 1.0, |i, p| x(i, p).abs(), |p, j| y(p, j).abs(), 1.0, |i, j| z(i, j).abs());
+        for (i, j) in (0..m).flat_map(|i| (0..n).map(move |j| (i, j))) {
+            let got = core::mem::replace(&mut c[at([0, i, j], strides[2])], POISON);
+            let bound = (k + 4) as f64 * f64::from(f32::EPSILON) * size[i * n + j];
+            let want = want[i * n + j];
+            assert!((f64::from(got) - want).abs() <= bound, "[{i}, {j}]: {got}, expected {want} within {bound:e}");
+        }
+    }
+    assert!(c.iter().all(|x| x.to_bits() == POISON.to_bits()), "wrote outside of the view, or after an error");
+}
+
 fuzz_target!(|input: Input| {
+    run_packed(&input);
     if input.double {
         run::<f64>(&input, f64::EPSILON, f64::to_bits);
     } else {

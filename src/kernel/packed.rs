@@ -17,8 +17,8 @@ pub(crate) const BLOCK_ROWS: usize = 72;
 /// Columns of a block, at most: whole panels of every level.
 pub(crate) const BLOCK_COLUMNS: usize = 128;
 /// Length of a piece of k: of a panel it is 16 KiB (AVX2), which stay in L1 while all rows of the block meet them. Sums are put aside
-/// between pieces: 2048 x 1024 x 1024 has 89 / 91 / 93 / 94 GFLOP/s with pieces of 192 / 256 / 512 / 1024 (AMD EPYC, Zen 3, one core,
-/// AVX2, 2026-11-30; matrixmultiply 85), but a shorter one has smaller errors.
+/// between pieces: 2048 x 1024 x 1024 has 89 / 91 / 93 / 94 GFLOP/s with pieces of 192 / 256 / 512 / 1024, and 87.5 with 256 and
+/// blocks of 144 rows (AMD EPYC, Zen 3, one core, AVX2, 2026-11-30; matrixmultiply 85), but a shorter one has smaller errors.
 const PIECE: usize = 256;
 /// Floats between rows of A that are copied: not a power of two, which would put all of them in a few sets of L1.
 const COPY_STRIDE: usize = PIECE + 16;
@@ -86,17 +86,39 @@ impl Op for Block<'_, '_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
+        const SUMS: usize = BLOCK_ROWS * 2 * MAX_LANES;
+        const SUMS_OF_ALL: usize = BLOCK_ROWS * BLOCK_COLUMNS;
+        const WIDE: usize = PIECE * 2 * MAX_LANES;
         let [rows, _] = self.out.ranges();
-        if let Some(a) = self.a.in_place(rows.start, rows.end) {
-            if a.width <= PIECE {
-                return with_room::<L, 0, 0>(l, self);
+        let ways = Ways::of::<L>(&self);
+        match (ways.copied, ways.widened) {
+            (false, false) if self.a.layout.shape[1] <= PIECE => with_room::<L, 0, 0, 0>(l, self),
+            (false, false) => with_room::<L, 0, SUMS, 0>(l, self),
+            (false, true) => with_room::<L, 0, SUMS, WIDE>(l, self),
+            (true, false) if rows.len() <= FEW => {
+                with_room::<L, { FEW * COPY_STRIDE }, { FEW * BLOCK_COLUMNS }, 0>(l, self);
             }
-            with_room::<L, 0, { BLOCK_ROWS * 2 * MAX_LANES }>(l, self);
-        } else if rows.len() <= FEW {
-            with_room::<L, { FEW * COPY_STRIDE }, { FEW * BLOCK_COLUMNS }>(l, self);
-        } else {
-            with_room::<L, { BLOCK_ROWS * COPY_STRIDE }, { BLOCK_ROWS * BLOCK_COLUMNS }>(l, self);
+            (true, false) => with_room::<L, { BLOCK_ROWS * COPY_STRIDE }, SUMS_OF_ALL, 0>(l, self),
+            (true, true) => with_room::<L, { BLOCK_ROWS * COPY_STRIDE }, SUMS_OF_ALL, WIDE>(l, self),
         }
+    }
+}
+
+/// How a block is computed.
+struct Ways {
+    /// Whether A is copied.
+    copied: bool,
+    /// Whether panels are made `f32` before rows meet them, where each tile of rows would do it again: conversions of f16 compete
+    /// with FMAs (2048 x 1024 x 1024: 87 GFLOP/s instead of 67), but a shift of bf16 costs less than another pass (91 instead of 89).
+    widened: bool,
+}
+
+impl Ways {
+    fn of<L: Lanes>(block: &Block<'_, '_>) -> Self {
+        let [rows, _] = block.out.ranges();
+        let copied = block.a.in_place(rows.start, rows.end).is_none();
+        let widened = matches!(block.b, AnySlice::F16(_)) && rows.len() > (2 * L::MR).max(FEW);
+        Self { copied, widened }
     }
 }
 
@@ -104,15 +126,15 @@ impl Op for Block<'_, '_> {
 #[repr(align(64))]
 struct Room<const N: usize>([f32; N]);
 
-/// Runs a block with room for copies of A and for unfinished sums. Not inlined: what it takes of the stack is its own.
+/// Runs a block with room for copies of A, unfinished sums, and a panel as `f32`. Not inlined: what it takes of the stack is its own.
 #[inline(never)]
-fn with_room<L: Lanes, const A: usize, const SUMS: usize>(l: L, block: Block<'_, '_>) {
-    let (mut copy, mut sums) = (Room([0.0; A]), Room([0.0; SUMS]));
-    let (copy, sums) = (&mut copy.0[..], &mut sums.0[..]);
+fn with_room<L: Lanes, const A: usize, const SUMS: usize, const WIDE: usize>(l: L, block: Block<'_, '_>) {
+    let (mut copy, mut sums, mut wide) = (Room([0.0; A]), Room([0.0; SUMS]), Room([0.0; WIDE]));
+    let (copy, sums, wide) = (&mut copy.0[..], &mut sums.0[..], &mut wide.0[..]);
     match block.b {
-        AnySlice::F32(b) => l.vectorize(Typed { block, b, copy, sums }),
-        AnySlice::F16(b) => l.vectorize(Typed { block, b, copy, sums }),
-        AnySlice::Bf16(b) => l.vectorize(Typed { block, b, copy, sums }),
+        AnySlice::F32(b) => l.vectorize(Typed { block, b, copy, sums, wide }),
+        AnySlice::F16(b) => l.vectorize(Typed { block, b, copy, sums, wide }),
+        AnySlice::Bf16(b) => l.vectorize(Typed { block, b, copy, sums, wide }),
     }
 }
 
@@ -122,13 +144,14 @@ struct Typed<'t, 'a, 'o, T> {
     b: &'t [T],
     copy: &'t mut [f32],
     sums: &'t mut [f32],
+    wide: &'t mut [f32],
 }
 
 impl<T: Operand> Op for Typed<'_, '_, '_, T> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Self { mut block, b, copy, sums } = self;
+        let Self { mut block, b, copy, sums, wide } = self;
         let ([rows, columns], nr) = (block.out.ranges(), 2 * L::LANES);
         let k = block.a.layout.shape[1];
         let panels = columns.start / nr..columns.end.div_ceil(nr);
@@ -139,6 +162,9 @@ impl<T: Operand> Op for Typed<'_, '_, '_, T> {
             _ => 1,
         };
         let in_place = block.a.in_place(rows.start, rows.end);
+        let Ways { widened, .. } = Ways::of::<L>(&block);
+        let wide = widened.then_some(wide);
+        let mut room = (sums, wide);
         // Copies serve all panels; what is read in place needs no more sums than one tile of panels has.
         let group = if in_place.is_some() { at_once } else { panels.len() };
         let mut first = panels.start;
@@ -152,7 +178,7 @@ impl<T: Operand> Op for Typed<'_, '_, '_, T> {
                     None => block.a.copy(l, [rows.start, rows.end], [from, to], copy),
                 };
                 let part = Part { k, depth: [from, to], panels: [first, end] };
-                product(l, &mut block, (a, b), part, sums, at_once);
+                product(l, &mut block, (a, b), part, &mut room, at_once);
                 from = to;
                 if from == k {
                     break;
@@ -178,28 +204,54 @@ fn product<L: Lanes, T: Operand>(
     block: &mut Block<'_, '_>,
     (a, b): (Rows<'_>, &[T]),
     part: Part,
-    sums: &mut [f32],
+    (sums, wide): &mut (&mut [f32], Option<&mut [f32]>),
     at_once: usize,
 ) {
-    let [mut panel, end] = part.panels;
-    let one = a.count * 2 * L::LANES;
+    let ([mut panel, end], nr, [from, to]) = (part.panels, 2 * L::LANES, part.depth);
+    let piece = |panel: usize| &b[(panel * part.k + from) * nr..][..(to - from) * nr];
     while panel < end {
         let count = if end - panel >= at_once { at_once } else { 1 };
-        // Empty, and not used, if k is one piece.
-        let sums = sums.get_mut((panel - part.panels[0]) * one..).unwrap_or_default();
-        let mut row = 0;
-        while row < a.count {
-            let rows = tile_rows(a.count - row, L::MR);
-            let tile = Tile { block: &mut *block, a, b, part, sums: &mut *sums, at: [row, panel] };
-            match (rows, count) {
-                (1, 4) => outlined(l, Exactly::<4, 1, T>(tile)),
-                (2, 2) => outlined(l, Exactly::<2, 2, T>(tile)),
-                (3, 2) => outlined(l, Exactly::<2, 3, T>(tile)),
-                _ => with_constant!(rows, MR => outlined(l, Exactly::<1, MR, T>(tile))),
+        // Without a piece before or after this one there are none.
+        let at = if to - from == part.k { 0 } else { (panel - part.panels[0]) * a.count * nr };
+        let sums = &mut sums[at..];
+        if let Some(wide) = wide {
+            let wide = &mut wide[..(to - from) * nr];
+            for (narrow, wide) in piece(panel).chunks_exact(L::LANES).zip(wide.chunks_exact_mut(L::LANES)) {
+                l.store(T::load(l, narrow), wide);
             }
-            row += rows;
+            panel_by_tiles(l, block, a, [&*wide; 4], |_| wide, (part, panel, sums));
+        } else if count == 1 {
+            let ahead = |row| ahead::<L, T>(b, &part, [row, panel]);
+            panel_by_tiles(l, block, a, [piece(panel); 4], ahead, (part, panel, sums));
+        } else {
+            let panels = core::array::from_fn(|p| piece(panel + p.min(count - 1)));
+            let tile = Tile { block: &mut *block, a, panels, ahead: &[], part, sums, at: [0, panel] };
+            match a.count {
+                1 => outlined(l, Exactly::<4, 1, T>(tile)),
+                2 => outlined(l, Exactly::<2, 2, T>(tile)),
+                _ => outlined(l, Exactly::<2, 3, T>(tile)),
+            }
         }
         panel += count;
+    }
+}
+
+/// All rows meet one panel.
+#[inline(always)]
+fn panel_by_tiles<'b, L: Lanes, T: Operand>(
+    l: L,
+    block: &mut Block<'_, '_>,
+    a: Rows<'_>,
+    panels: [&'b [T]; 4],
+    ahead: impl Fn(usize) -> &'b [T],
+    (part, panel, sums): (Part, usize, &mut [f32]),
+) {
+    let mut row = 0;
+    while row < a.count {
+        let rows = tile_rows(a.count - row, L::MR);
+        let tile = Tile { block: &mut *block, a, panels, ahead: ahead(row), part, sums: &mut *sums, at: [row, panel] };
+        with_constant!(rows, MR => outlined(l, Exactly::<1, MR, T>(tile)));
+        row += rows;
     }
 }
 
@@ -214,7 +266,10 @@ fn outlined<L: Lanes, O: Op<Output = ()>>(l: L, op: O) {
 struct Tile<'t, 'a, 'o, T> {
     block: &'t mut Block<'a, 'o>,
     a: Rows<'t>,
-    b: &'t [T],
+    /// The piece of k of the panels, of which the first are used.
+    panels: [&'t [T]; 4],
+    /// What is asked for meanwhile.
+    ahead: &'t [T],
     part: Part,
     sums: &'t mut [f32],
     at: [usize; 2],
@@ -230,17 +285,13 @@ impl<T: Operand, const NP: usize, const MR: usize> Op for Exactly<'_, '_, '_, NP
         if MR > L::MR {
             return; // No tile of this level: `tile_rows` gives up to `MR`.
         }
-        let Self(Tile { block, a, b, part, sums, at: [row, panel] }) = self;
+        let Self(Tile { block, a, panels, ahead, part, sums, at: [row, panel] }) = self;
         let Part { k, depth: [from, to], .. } = part;
         let nr = 2 * L::LANES;
         let mut acc = [[[l.splat(0.0); 2]; MR]; NP];
         let rows = a.range(row, row + MR);
-        let mut panels: [&[T]; NP] = [&[]; NP];
-        for (p, slice) in panels.iter_mut().enumerate() {
-            *slice = &b[((panel + p) * k + from) * nr..][..(to - from) * nr];
-        }
         if NP == 1 {
-            acc[0] = panel_product(l, &rows, panels[0], ahead::<L, T>(b, &part, [row, panel]), acc[0]);
+            acc[0] = panel_product(l, &rows, panels[0], ahead, acc[0]);
         } else {
             acc = streams(l, &rows, panels, acc);
         }
@@ -331,12 +382,16 @@ fn step<L: Lanes, T: Operand, const MR: usize>(
 fn streams<L: Lanes, T: Operand, const NP: usize, const MR: usize>(
     l: L,
     left: &Rows<'_>,
-    panels: [&[T]; NP],
+    from: [&[T]; 4],
     mut acc: [[[L::V; 2]; MR]; NP],
 ) -> [[[L::V; 2]; MR]; NP] {
     let mut rows: [&[f32]; MR] = [&[]; MR];
     for i in 0..MR {
         rows[i] = left.row(i);
+    }
+    let mut panels: [&[T]; NP] = [&[]; NP];
+    for p in 0..NP {
+        panels[p] = from[p];
     }
     for d in 0..left.width {
         unroll!(P < NP => acc[P] = step(l, acc[P], &rows, d, &panels[P][d * 2 * L::LANES..]));
