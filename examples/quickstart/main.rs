@@ -12,6 +12,7 @@
 //! stand beside it.
 
 mod heads;
+mod heat_map;
 mod layer;
 mod minilm;
 mod picture;
