@@ -6,8 +6,8 @@ const LANES: usize = 16;
 /// Beyond this, the normal distribution function is 0 or 1 in `f32`.
 const GELU_LIMIT: f32 = 5.2;
 /// `(Phi(t) - 1/2) / t` is `NUMERATOR(t^2) / DENOMINATOR(t^2)` for `|t| <= GELU_LIMIT`, lowest power first: a minimax fit to
-/// `Phi(t) - 1/2` (least squares, reweighted by the error until it was even), 1.0e-8 off before rounding. In `f32` arithmetic `Phi` is
-/// off by 2.2e-7 at most, and exactly 0 and 1 at the limits; `tests::gelu_is_that_of_the_error_function` measures it.
+/// `Phi(t) - 1/2` (least squares, reweighted by the error until it was even), 1.0e-8 off before rounding. In `f32` arithmetic
+/// `Phi` is off by 2.2e-7 at most, and exactly 0 and 1 at the limits: `tests::gelu_is_that_of_the_error_function`.
 const NUMERATOR: [f32; 7] =
     [3.989422e-1, 3.265138e-2, 4.298414e-3, 1.379449e-4, 2.9541357e-6, -2.2877687e-8, 1.2679531e-10];
 const DENOMINATOR: [f32; 5] = [1.0, 2.4851042e-1, 2.719515e-2, 1.6397127e-3, 5.2111478e-5];

@@ -9,7 +9,7 @@ use polyhead::Level;
 pub(crate) const USAGE: &str = "\
 minilm --model DIR [--sentences FILE] [--batch N,..] [--threads N] [--seconds N] [--level NAME] [--svg FILE] [--json FILE]
   --model DIR       a folder with config.json, tokenizer.json and model.safetensors
-  --sentences FILE  one sentence a line (default: eight of ours)
+  --sentences FILE  one sentence a line, cut where tokenizer.json says (default: eight of ours)
   --batch N,..      sentences of a call, for timing (default 1,32)
   --threads N       default: all of this machine
   --seconds N       time of each timing, about; 0 times nothing (default 2)

