@@ -10,6 +10,7 @@
 //! beside it.
 
 mod heads;
+mod heat_map;
 mod minilm;
 mod picture;
 

@@ -3,27 +3,19 @@
 use std::error::Error;
 use std::path::Path;
 
-use plotters::coord::Shift;
 use plotters::prelude::*;
-use plotters::style::text_anchor::{HPos, Pos, VPos};
+use plotters::style::text_anchor::{HPos, VPos};
 
 use crate::heads::HeadMaps;
+use crate::heat_map::{Area, Drawn, INK, LABEL_SIZE, TITLE_SIZE, color_of, frame, label, label_upward, room, scale};
 use crate::minilm::MiniLm;
-
-type Area<'a> = DrawingArea<SVGBackend<'a>, Shift>;
-type Drawn = Result<(), Box<dyn Error>>;
 
 /// Everything in pixels, whole ones, so that no seam shows between cells.
 const CELL: i32 = 16;
-const LABEL_SIZE: i32 = 12;
-const TITLE_SIZE: i32 = 14;
-/// Room for a label: the width of a character of a sans-serif font is at most 0.62 of its size, on average over a word.
-const CHARACTER: f64 = 0.62 * LABEL_SIZE as f64;
 const GAP: i32 = 18;
 const HEADER: i32 = 66;
 /// Heads in a row; the column after them has the single head and the scale.
 const COLUMNS: i32 = 4;
-const INK: RGBColor = RGBColor(34, 34, 34);
 const MARK: RGBColor = RGBColor(200, 30, 30);
 
 /// Where the parts of a heat map are.
@@ -37,8 +29,7 @@ struct Panel {
 
 impl Panel {
     fn new(tokens: &[String]) -> Self {
-        let longest = tokens.iter().map(|token| token.chars().count()).max().unwrap_or(0);
-        Self { labels: (longest as f64 * CHARACTER).ceil() as i32 + 6, side: CELL * tokens.len() as i32 }
+        Self { labels: room(tokens, LABEL_SIZE), side: CELL * tokens.len() as i32 }
     }
 
     fn width(self) -> i32 {
@@ -86,7 +77,7 @@ pub(crate) fn draw(
         map(panel.corner(at % COLUMNS, at / COLUMNS), &format!("head {head}"), many, head)?;
     }
     map(panel.corner(COLUMNS, 0), &format!("one head of {}", model.width), one, 0)?;
-    scale(&area, panel, panel.corner(COLUMNS, 1))?;
+    scale(&area, panel.map(panel.corner(COLUMNS, 1)), panel.side)?;
     let (x, y) = panel.map(panel.corner(COLUMNS, 2));
     let comparison = [
         "One head: the same queries,",
@@ -126,7 +117,7 @@ fn heat_map<'a>(
         let along = CELL * i as i32 + CELL / 2;
         let color = if marked == Some(i) { MARK } else { INK };
         label(area, (left - 4, top + along), token, LABEL_SIZE, color, (HPos::Right, VPos::Center))?;
-        label_upward(area, (left + along, top - 4), token, color)?;
+        label_upward(area, (left + along, top - 4), token, LABEL_SIZE, color)?;
     }
     for query in 0..tokens.len() {
         for (key, &weight) in row(query).iter().enumerate() {
@@ -138,69 +129,5 @@ fn heat_map<'a>(
     if let Some(query) = marked {
         frame(area, (left, top + CELL * query as i32), (panel.side, CELL), MARK)?;
     }
-    Ok(())
-}
-
-/// What the colors mean.
-fn scale(area: &Area<'_>, panel: Panel, corner: (i32, i32)) -> Drawn {
-    const STEPS: i32 = 100;
-    const WIDTH: i32 = 20;
-    let (left, top) = panel.map(corner);
-    let height = panel.side;
-    label(area, (left, top - 18), "attention weight", TITLE_SIZE, INK, (HPos::Left, VPos::Center))?;
-    let y_of = |share: f64| top + height - (share * f64::from(height)).round() as i32;
-    for step in 0..STEPS {
-        let [low, high] = [step, step + 1].map(|step| f64::from(step) / f64::from(STEPS));
-        let color = color_of(weight_at((low + high) / 2.0));
-        area.draw(&Rectangle::new([(left, y_of(high)), (left + WIDTH, y_of(low))], color.filled()))?;
-    }
-    frame(area, (left, top), (WIDTH, height), INK)?;
-    for weight in [0.0f32, 0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.7, 1.0] {
-        let y = y_of(share_of(weight));
-        area.draw(&PathElement::new([(left + WIDTH, y), (left + WIDTH + 5, y)], INK))?;
-        label(area, (left + WIDTH + 9, y), &weight.to_string(), LABEL_SIZE, INK, (HPos::Left, VPos::Center))?;
-    }
-    Ok(())
-}
-
-/// Place of a weight on the scale from 0 to 1. The square root, since most weights are small.
-fn share_of(weight: f32) -> f64 {
-    f64::from(weight).clamp(0.0, 1.0).sqrt()
-}
-
-fn weight_at(share: f64) -> f32 {
-    (share * share) as f32
-}
-
-/// From white over blue to almost black.
-fn color_of(weight: f32) -> RGBColor {
-    const STOPS: [(u8, u8, u8); 6] =
-        [(255, 255, 255), (207, 225, 242), (127, 184, 218), (53, 126, 185), (10, 74, 144), (6, 24, 58)];
-    let at = share_of(weight) * (STOPS.len() - 1) as f64;
-    let first = (at as usize).min(STOPS.len() - 2);
-    let (a, b) = (STOPS[first], STOPS[first + 1]);
-    let mix = |a: u8, b: u8| (f64::from(a) + (f64::from(b) - f64::from(a)) * (at - first as f64)).round() as u8;
-    RGBColor(mix(a.0, b.0), mix(a.1, b.1), mix(a.2, b.2))
-}
-
-fn frame(area: &Area<'_>, (x, y): (i32, i32), (width, height): (i32, i32), color: RGBColor) -> Drawn {
-    area.draw(&Rectangle::new([(x, y), (x + width, y + height)], color.stroke_width(1)))?;
-    Ok(())
-}
-
-/// A text style of so many pixels. plotters takes the height of a line, which it holds to be 1.24 of the font's size.
-fn style(size: i32, color: RGBColor, (h, v): (HPos, VPos)) -> TextStyle<'static> {
-    (FontFamily::SansSerif, f64::from(size) * 1.24).into_font().color(&color).pos(Pos::new(h, v))
-}
-
-fn label(area: &Area<'_>, at: (i32, i32), text: &str, size: i32, color: RGBColor, anchor: (HPos, VPos)) -> Drawn {
-    area.draw(&Text::new(text, at, style(size, color, anchor)))?;
-    Ok(())
-}
-
-/// A label that reads from the bottom to the top.
-fn label_upward(area: &Area<'_>, at: (i32, i32), text: &str, color: RGBColor) -> Drawn {
-    let style = style(LABEL_SIZE, color, (HPos::Left, VPos::Center)).transform(FontTransform::Rotate270);
-    area.draw(&Text::new(text, at, style))?;
     Ok(())
 }
