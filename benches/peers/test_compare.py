@@ -12,6 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import compare
+import minilm
 import plot
 from harness import environment
 from harness.cases import CASES, Case, select
@@ -207,10 +208,10 @@ class Setup(unittest.TestCase):
     def test_a_failing_step_is_one_line(self) -> None:
         command = [sys.executable, "-c", "print('working'); print('ERROR: no such thing'); raise SystemExit(3)"]
         with self.assertRaisesRegex(SetupError, "^cannot: ERROR: no such thing") as failure:
-            environment._step(command, self.directory / "log", "cannot")
+            environment.run_step(command, self.directory / "log", "cannot")
         self.assertNotIn("\n", str(failure.exception))
         with self.assertRaisesRegex(SetupError, "there is no no-such-program"):
-            environment._step(["no-such-program"], self.directory / "log", "cannot")
+            environment.run_step(["no-such-program"], self.directory / "log", "cannot")
 
     def test_an_unfinished_environment_is_made_again(self) -> None:
         (self.directory / "venv").mkdir()
@@ -221,7 +222,7 @@ class Setup(unittest.TestCase):
             (self.directory / "venv/bin").mkdir(exist_ok=True)
             (self.directory / "venv/bin/python").touch()
 
-        with mock.patch.object(environment, "_step", step):
+        with mock.patch.object(environment, "run_step", step):
             environment.ensure_venv(["numpy"])
             environment.ensure_venv(["numpy"])
         self.assertEqual(["venv" in command for command in commands], [True, False])
@@ -234,6 +235,23 @@ class Setup(unittest.TestCase):
         self.assertEqual({variables[f"{name}_NUM_THREADS"] for name in ("OMP", "RAYON", "RTEN")}, {"2"})
         with mock.patch.dict(os.environ, {"POLYHEAD_MAX_LEVEL": "avx2"}):
             self.assertEqual(environment.worker_env(1)["ATEN_CPU_CAPABILITY"], "avx2")
+
+
+class MiniLm(unittest.TestCase):
+    def test_batches_have_all_sentences_and_one_size(self) -> None:
+        self.assertEqual(minilm.batches(["a", "b", "c"], 1), [["a"], ["b"], ["c"]])
+        self.assertEqual(minilm.batches(["a", "b", "c"], 2), [["a", "b"], ["c", "a"]])
+        self.assertEqual(minilm.batches(["a", "b", "c"], 5), [["a", "b", "c", "a", "b"]])
+
+    def test_wrong_options_are_one_line(self) -> None:
+        with mock.patch.dict(os.environ):
+            os.environ.pop("POLYHEAD_MINILM", None)
+            for wrong in ([], ["--model", "m", "--batch", "0"], ["--model", "m", "--turns", "0"]):
+                errors = io.StringIO()
+                with contextlib.redirect_stderr(errors), self.assertRaises(SystemExit) as end:
+                    minilm.parse(wrong)
+                self.assertEqual(end.exception.code, 2)
+                self.assertEqual(errors.getvalue().count("\n"), 1, errors.getvalue())
 
 
 if __name__ == "__main__":

@@ -62,7 +62,7 @@ def ensure_venv(names: Iterable[str]) -> Path:
     try:
         log.parent.mkdir(parents=True, exist_ok=True)
         if not stamps.is_dir() or not python.exists():
-            _step([sys.executable, "-m", "venv", "--clear", str(venv)], log, "cannot make a virtual environment")
+            run_step([sys.executable, "-m", "venv", "--clear", str(venv)], log, "cannot make a virtual environment")
             stamps.mkdir()
         for name in names:
             pin = f"{name}=={PINS[name]}"
@@ -70,7 +70,7 @@ def ensure_venv(names: Iterable[str]) -> Path:
                 continue
             say(f"installing {pin}" + (" (gigabytes, minutes)" if name == "torch" else ""))
             pip = [str(python), "-m", "pip", "install", "--retries", "1", "--only-binary", ":all:"]
-            _step([*pip, "--disable-pip-version-check", pin], log, f"cannot install {pin}")
+            run_step([*pip, "--disable-pip-version-check", pin], log, f"cannot install {pin}")
             (stamps / pin).touch()
     except OSError as error:
         raise SetupError(f"cannot write {error.filename}: {error.strerror}") from None
@@ -107,11 +107,12 @@ def _cargo(name: str, features: list[str], variables: dict[str, str]) -> Path:
     manifest = HERE / "rust/Cargo.toml"
     command = ["cargo", "build", "--release", "--locked", "--manifest-path", str(manifest), "--target-dir", str(target)]
     command += ["--no-default-features", "--features", ",".join(features or ["ours"])]
-    _step(command, directory() / f"cargo-{name}.log", "cannot build the Rust runner", os.environ | variables)
+    run_step(command, directory() / f"cargo-{name}.log", "cannot build the Rust runner", os.environ | variables)
     return target / "release/attend"
 
 
-def _step(command: list[str], log: Path, failure: str, env: dict[str, str] | None = None) -> None:
+def run_step(command: list[str], log: Path, failure: str, env: dict[str, str] | None = None) -> None:
+    """Runs a command, its output in a file; an error names the first line there that says why."""
     log.parent.mkdir(parents=True, exist_ok=True)
     try:
         with log.open("w") as out:

@@ -148,10 +148,14 @@ def status_kib(name: str) -> int:
 
 
 def serve(version: str, prepare: Callable[[Problem], Prepared]) -> None:
+    """Answers about problems until standard input ends."""
+    serve_answers(version, Server(prepare).answer)
+
+
+def serve_answers(version: str, answer_to: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Answers until standard input ends. What libraries print goes to standard error."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    server = Server(prepare)
 
     def say(answer: dict[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
@@ -160,7 +164,7 @@ def serve(version: str, prepare: Callable[[Problem], Prepared]) -> None:
     say({"version": version})
     for line in sys.stdin:
         try:
-            answer = server.answer(json.loads(line))
+            answer = answer_to(json.loads(line))
         except Exception as error:  # the parent decides what an error means
             answer = {"error": describe(error)}
         say(answer)
