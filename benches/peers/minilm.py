@@ -33,7 +33,7 @@ def counts(text: str) -> list[int]:
 def parse(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog="minilm.py", description=__doc__.splitlines()[0])
     model = os.environ.get("POLYHEAD_MINILM")
-    parser.add_argument("--model", type=Path, default=model, help="the model's folder (default: $POLYHEAD_MINILM)")
+    parser.add_argument("--model", type=Path, default=model and Path(model), help="the model's folder (default: $POLYHEAD_MINILM)")
     parser.add_argument("--batch", type=counts, default=[1, 32], help="sentences of a call (default: 1,32)")
     parser.add_argument("--threads", type=thread_counts, default=[1], help="thread counts, as 1,2 (default: 1)")
     parser.add_argument("--turns", type=int, default=5, help="of each, forth and back (default: 5)")
@@ -44,6 +44,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         parser.error("--model DIR is missing")
     if options.turns < 1:
         parser.error("--turns is at least 1")
+    if not (options.model / "config.json").is_file():
+        parser.error(f"{options.model} is not a model's folder: no config.json")
     return options
 
 
