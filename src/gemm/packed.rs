@@ -116,7 +116,7 @@ fn panel(level: Level) -> usize {
 }
 
 /// Elements from the start of a vector's memory to a cache line.
-fn to_line<T>(data: &Vec<T>) -> usize {
+fn to_line<T>(data: &[T]) -> usize {
     data.as_ptr().align_offset(LINE).min(LINE / size_of::<T>() - 1)
 }
 
@@ -153,8 +153,7 @@ fn aligned<T: Element>(len: usize) -> Result<(Vec<T>, usize)> {
 ///
 /// ```
 /// use polyhead::{Matrix, MatrixMut, gemm::{PackedMatrix, gemm_packed}};
-/// let weight = half::vec::HalfFloatVecExt::from_f32_slice(&[1.0, 0.5, -2.0, 0.25, 0.0, 4.0]);
-/// let weight: Vec<half::bf16> = weight;
+/// let weight = [1.0, 0.5, -2.0, 0.25, 0.0, 4.0].map(half::bf16::from_f32);
 /// let b = PackedMatrix::new(&Matrix::contiguous(&weight, [3, 2])?, None)?;
 /// let a = Matrix::contiguous(&[1.0f32, 2.0, 3.0], [1, 3])?;
 /// let mut out = [0.0f32; 2];

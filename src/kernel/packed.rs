@@ -346,8 +346,8 @@ fn panel_product<L: Lanes, T: Operand, const MR: usize>(
 ) -> [[L::V; 2]; MR] {
     let (nr, width) = (2 * L::LANES, left.width);
     let mut rows: [&[f32]; MR] = [&[]; MR];
-    for i in 0..MR {
-        rows[i] = left.row(i);
+    for (i, row) in rows.iter_mut().enumerate() {
+        *row = left.row(i);
     }
     let whole = width / STEPS * STEPS;
     for (s, (panel, ahead)) in panel.chunks_exact(STEPS * nr).zip(ahead.chunks_exact(nr)).enumerate() {
@@ -393,13 +393,11 @@ fn streams<L: Lanes, T: Operand, const NP: usize, const MR: usize>(
     mut acc: [[[L::V; 2]; MR]; NP],
 ) -> [[[L::V; 2]; MR]; NP] {
     let mut rows: [&[f32]; MR] = [&[]; MR];
-    for i in 0..MR {
-        rows[i] = left.row(i);
+    for (i, row) in rows.iter_mut().enumerate() {
+        *row = left.row(i);
     }
     let mut panels: [&[T]; NP] = [&[]; NP];
-    for p in 0..NP {
-        panels[p] = from[p];
-    }
+    panels.copy_from_slice(&from[..NP]);
     for d in 0..left.width {
         unroll!(P < NP => acc[P] = step(l, acc[P], &rows, d, &panels[P][d * 2 * L::LANES..]));
     }
