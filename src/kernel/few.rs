@@ -2,7 +2,8 @@
 //! type, and meets all rows while it is in a register.
 //!
 //! With fewer rows than lanes, queries in lanes would leave most lanes of the two products idle. So here head_dim is in lanes for
-//! the scores, as head_dim_v is for the output anyway. What lies between the products is the same for all tiles.
+//! the scores, as head_dim_v is for the output anyway. Rows are padded to a power of two, `[keys][rows]`, so that vectors have whole
+//! keys; see [`few_softmax`](super::few_softmax).
 
 use super::blocking::BLOCK_K;
 use super::few_softmax::FewSoftmax;
@@ -162,14 +163,20 @@ fn dot4<L: Lanes, T: Operand, const NR: usize, const REST: bool>(
         let keys = [T::load(l, a), T::load(l, b), T::load(l, c), T::load(l, d)];
         unroll!(R < NR => {
             let q = l.load(&query[R * L::LANES..]);
-            unroll!(K < 4 => acc[K][R] = l.fma(keys[K], q, acc[K][R]));
+            for k in 0..SUMS {
+                acc[k][R] = l.fma(keys[k], q, acc[k][R]);
+            }
         });
     }
     if REST {
         let whole = keys[0].len() / L::LANES * L::LANES;
-        unroll!(K < 4 => {
-            let key = T::load_partial(l, &keys[K][whole..]);
-            unroll!(R < NR => acc[K][R] = l.fma(key, l.load(&queries[whole * NR + R * L::LANES..]), acc[K][R]));
+        let rest = |k: usize| T::load_partial(l, &keys[k][whole..]);
+        let rest = [rest(0), rest(1), rest(2), rest(3)];
+        unroll!(R < NR => {
+            let q = l.load(&queries[whole * NR + R * L::LANES..]);
+            for k in 0..SUMS {
+                acc[k][R] = l.fma(rest[k], q, acc[k][R]);
+            }
         });
     }
     acc

