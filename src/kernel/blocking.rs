@@ -22,7 +22,7 @@ const PANELS_FROM: usize = 128;
 const BLOCK_ROWS: usize = 128;
 
 /// Multiply-adds of a task at the least, if there are heads enough for it: to take a task from the list and to begin it costs as
-/// much as a thousand or two. One task for all heads of (1, 8, 1, 16, 64) takes 0.89 of the instructions of eight.
+/// much as a thousand or two. One task for all heads of (1, 8, 1, 16, 64) takes 0.92 of the instructions of eight.
 const TASK_WORK: usize = 1 << 17;
 
 /// Queries of a sequence up to which it counts as decoding: its keys are then taken in pieces.
