@@ -11,6 +11,12 @@ pub(crate) trait Operand: Copy {
     /// The first `LANES` elements. Panics if there are fewer.
     fn load<L: Lanes>(l: L, src: &[Self]) -> L::V;
 
+    /// The slice itself, if its elements are `f32`.
+    #[inline(always)]
+    fn as_f32(_: &[Self]) -> Option<&[f32]> {
+        None
+    }
+
     /// Up to `LANES` elements, zeros behind them.
     #[inline(always)]
     fn load_partial<L: Lanes>(l: L, src: &[Self]) -> L::V {
@@ -25,6 +31,10 @@ pub(crate) trait Operand: Copy {
 
 impl Operand for f32 {
     const ZERO: Self = 0.0;
+    #[inline(always)]
+    fn as_f32(slice: &[Self]) -> Option<&[f32]> {
+        Some(slice)
+    }
     #[inline(always)]
     fn load<L: Lanes>(l: L, src: &[Self]) -> L::V {
         l.load(src)

@@ -16,16 +16,13 @@ use crate::view::{AnyRowBlock, Layout, RowBlock};
 pub(crate) const BLOCK_ROWS: usize = 72;
 /// Columns of a block, at most: whole panels of every level.
 pub(crate) const BLOCK_COLUMNS: usize = 128;
-/// Length of a piece of k: of a panel it is 16 KiB (AVX2), which stay in L1 while all rows of the block meet them. Sums are put aside
-/// between pieces: 2048 x 1024 x 1024 has 89 / 91 / 93 / 94 GFLOP/s with pieces of 192 / 256 / 512 / 1024, and 87.5 with 256 and
-/// blocks of 144 rows (AMD EPYC, Zen 3, one core, AVX2, 2026-11-30; matrixmultiply 85), but a shorter one has smaller errors.
+/// Length of a piece of k: of a panel it is 16 KiB (AVX2), which stay in L1 while all rows of the block meet them. Pieces of 512 and
+/// 1024 gain 0 to 3 % of the speed (2048 x 1024 x 1024, AMD EPYC, Zen 3, one core, AVX2, 2026-11-30); a shorter one has smaller errors.
 const PIECE: usize = 256;
 /// Floats between rows of A that are copied: not a power of two, which would put all of them in a few sets of L1.
 const COPY_STRIDE: usize = PIECE + 16;
 /// Blocks of no more rows than this take less room for copies: a vector of zeros costs as much as a product of a few rows.
 const FEW: usize = 12;
-/// The largest `MR` of any level.
-const MAX_MR: usize = 12;
 
 /// A on its way in.
 #[derive(Clone, Copy)]
@@ -87,38 +84,32 @@ impl Op for Block<'_, '_> {
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         const SUMS: usize = BLOCK_ROWS * 2 * MAX_LANES;
-        const SUMS_OF_ALL: usize = BLOCK_ROWS * BLOCK_COLUMNS;
+        const FEW_SUMS: usize = FEW * 2 * MAX_LANES;
         const WIDE: usize = PIECE * 2 * MAX_LANES;
-        let [rows, _] = self.out.ranges();
-        let ways = Ways::of::<L>(&self);
-        match (ways.copied, ways.widened) {
-            (false, false) if self.a.layout.shape[1] <= PIECE => with_room::<L, 0, 0, 0>(l, self),
-            (false, false) => with_room::<L, 0, SUMS, 0>(l, self),
-            (false, true) => with_room::<L, 0, SUMS, WIDE>(l, self),
-            (true, false) if rows.len() <= FEW => {
-                with_room::<L, { FEW * COPY_STRIDE }, { FEW * BLOCK_COLUMNS }, 0>(l, self);
+        let [rows, columns] = self.out.ranges();
+        let (few, copied) = (rows.len() <= FEW, self.a.in_place(rows.start, rows.end).is_none());
+        let panels = columns.len().div_ceil(2 * L::LANES);
+        // Panels that are taken alone: all of them, or what is left.
+        let alone = at_once(rows.len()) == 1 || !panels.is_multiple_of(at_once(rows.len()));
+        let widened = alone && !matches!(self.b, AnySlice::F32(_));
+        match (copied, few) {
+            (false, true) if !widened => with_room::<L, 0, FEW_SUMS, 0>(l, self),
+            (false, true) => with_room::<L, 0, FEW_SUMS, WIDE>(l, self),
+            (false, false) => with_room::<L, 0, SUMS, WIDE>(l, self),
+            (true, true) => with_room::<L, { FEW * COPY_STRIDE }, { FEW * BLOCK_COLUMNS }, WIDE>(l, self),
+            (true, false) => {
+                with_room::<L, { BLOCK_ROWS * COPY_STRIDE }, { BLOCK_ROWS * BLOCK_COLUMNS }, WIDE>(l, self);
             }
-            (true, false) => with_room::<L, { BLOCK_ROWS * COPY_STRIDE }, SUMS_OF_ALL, 0>(l, self),
-            (true, true) => with_room::<L, { BLOCK_ROWS * COPY_STRIDE }, SUMS_OF_ALL, WIDE>(l, self),
         }
     }
 }
 
-/// How a block is computed.
-struct Ways {
-    /// Whether A is copied.
-    copied: bool,
-    /// Whether panels are made `f32` before rows meet them, where each tile of rows would do it again: conversions of f16 compete
-    /// with FMAs (2048 x 1024 x 1024: 87 GFLOP/s instead of 67), but a shift of bf16 costs less than another pass (91 instead of 89).
-    widened: bool,
-}
-
-impl Ways {
-    fn of<L: Lanes>(block: &Block<'_, '_>) -> Self {
-        let [rows, _] = block.out.ranges();
-        let copied = block.a.in_place(rows.start, rows.end).is_none();
-        let widened = matches!(block.b, AnySlice::F16(_)) && rows.len() > (2 * L::MR).max(FEW);
-        Self { copied, widened }
+/// Panels that so many rows take at a time. Few rows take several, so that there are enough chains to hide the latency of an FMA.
+fn at_once(rows: usize) -> usize {
+    match rows {
+        1 => 4,
+        2 | 3 => 2,
+        _ => 1,
     }
 }
 
@@ -155,15 +146,8 @@ impl<T: Operand> Op for Typed<'_, '_, '_, T> {
         let ([rows, columns], nr) = (block.out.ranges(), 2 * L::LANES);
         let k = block.a.layout.shape[1];
         let panels = columns.start / nr..columns.end.div_ceil(nr);
-        // Few rows take several panels at a time, so that there are enough chains to hide the latency of an FMA.
-        let at_once = match rows.len() {
-            1 => 4,
-            2 | 3 => 2,
-            _ => 1,
-        };
+        let at_once = at_once(rows.len());
         let in_place = block.a.in_place(rows.start, rows.end);
-        let Ways { widened, .. } = Ways::of::<L>(&block);
-        let wide = widened.then_some(wide);
         let mut room = (sums, wide);
         // Copies serve all panels; what is read in place needs no more sums than one tile of panels has.
         let group = if in_place.is_some() { at_once } else { panels.len() };
@@ -204,33 +188,35 @@ fn product<L: Lanes, T: Operand>(
     block: &mut Block<'_, '_>,
     (a, b): (Rows<'_>, &[T]),
     part: Part,
-    (sums, wide): &mut (&mut [f32], Option<&mut [f32]>),
+    (sums, wide): &mut (&mut [f32], &mut [f32]),
     at_once: usize,
 ) {
     let ([mut panel, end], nr, [from, to]) = (part.panels, 2 * L::LANES, part.depth);
     let piece = |panel: usize| &b[(panel * part.k + from) * nr..][..(to - from) * nr];
     while panel < end {
         let count = if end - panel >= at_once { at_once } else { 1 };
-        // Without a piece before or after this one there are none.
+        // With a single piece nothing is kept from panel to panel.
         let at = if to - from == part.k { 0 } else { (panel - part.panels[0]) * a.count * nr };
         let sums = &mut sums[at..];
-        if let Some(wide) = wide {
+        if count > 1 {
+            let panels = core::array::from_fn(|p| piece(panel + p.min(count - 1)));
+            let tile = Tile { block: &mut *block, a, part, sums, at: [0, panel] };
+            match a.count {
+                1 => outlined(l, Streams::<4, 1, T> { tile, panels }),
+                2 => outlined(l, Streams::<2, 2, T> { tile, panels }),
+                _ => outlined(l, Streams::<2, 3, T> { tile, panels }),
+            }
+        } else if let Some(narrow) = T::as_f32(piece(panel)) {
+            let ahead = |row| T::as_f32(ahead::<L, T>(b, &part, [row, panel])).unwrap_or_default();
+            panel_by_tiles(l, block, a, (narrow, ahead), (part, panel, sums));
+        } else {
+            // Made `f32` once for all rows: conversions of f16 compete with FMAs (2048 x 1024 x 1024: 87 GFLOP/s instead of 67; a
+            // shift of bf16 costs about what the pass does, 89 instead of 91), and kernels of one type are fewer to compile.
             let wide = &mut wide[..(to - from) * nr];
             for (narrow, wide) in piece(panel).chunks_exact(L::LANES).zip(wide.chunks_exact_mut(L::LANES)) {
                 l.store(T::load(l, narrow), wide);
             }
-            panel_by_tiles(l, block, a, [&*wide; 4], |_| wide, (part, panel, sums));
-        } else if count == 1 {
-            let ahead = |row| ahead::<L, T>(b, &part, [row, panel]);
-            panel_by_tiles(l, block, a, [piece(panel); 4], ahead, (part, panel, sums));
-        } else {
-            let panels = core::array::from_fn(|p| piece(panel + p.min(count - 1)));
-            let tile = Tile { block: &mut *block, a, panels, ahead: &[], part, sums, at: [0, panel] };
-            match a.count {
-                1 => outlined(l, Exactly::<4, 1, T>(tile)),
-                2 => outlined(l, Exactly::<2, 2, T>(tile)),
-                _ => outlined(l, Exactly::<2, 3, T>(tile)),
-            }
+            panel_by_tiles(l, block, a, (wide, |_| &*wide), (part, panel, sums));
         }
         panel += count;
     }
@@ -238,81 +224,95 @@ fn product<L: Lanes, T: Operand>(
 
 /// All rows meet one panel.
 #[inline(always)]
-fn panel_by_tiles<'b, L: Lanes, T: Operand>(
+fn panel_by_tiles<'b, L: Lanes>(
     l: L,
     block: &mut Block<'_, '_>,
     a: Rows<'_>,
-    panels: [&'b [T]; 4],
-    ahead: impl Fn(usize) -> &'b [T],
-    (part, panel, sums): (Part, usize, &mut [f32]),
+    (panel, ahead): (&'b [f32], impl Fn(usize) -> &'b [f32]),
+    (part, at, sums): (Part, usize, &mut [f32]),
 ) {
     let mut row = 0;
     while row < a.count {
         let rows = tile_rows(a.count - row, L::MR);
-        let tile = Tile { block: &mut *block, a, panels, ahead: ahead(row), part, sums: &mut *sums, at: [row, panel] };
-        with_constant!(rows, MR => outlined(l, Exactly::<1, MR, T>(tile)));
+        let tile = Tile { block: &mut *block, a, part, sums: &mut *sums, at: [row, at] };
+        with_constant!(rows, MR => outlined(l, OnePanel::<MR> { tile, panel, ahead: ahead(row) }));
         row += rows;
     }
 }
 
 /// Not inlined: with all tiles in one function there are not enough registers for the addresses of rows, and loads of them in the
-/// innermost loop take a quarter of the speed (54 against 70 GFLOP/s, 1024 x 1024 x 1024, AVX2, on a busy machine).
+/// innermost loop take much of the speed.
 #[inline(never)]
 fn outlined<L: Lanes, O: Op<Output = ()>>(l: L, op: O) {
     l.vectorize(op);
 }
 
 /// Rows of A and panels of B from `at` on (the row counts from the first of the piece).
-struct Tile<'t, 'a, 'o, T> {
+struct Tile<'t, 'a, 'o> {
     block: &'t mut Block<'a, 'o>,
     a: Rows<'t>,
-    /// The piece of k of the panels, of which the first are used.
-    panels: [&'t [T]; 4],
-    /// What is asked for meanwhile.
-    ahead: &'t [T],
     part: Part,
     sums: &'t mut [f32],
     at: [usize; 2],
 }
 
-/// A tile of `MR` rows and `NP` panels.
-struct Exactly<'t, 'a, 'o, const NP: usize, const MR: usize, T>(Tile<'t, 'a, 'o, T>);
+impl Tile<'_, '_, '_> {
+    /// Adds the sum over a piece of k to those before, for the tile's `p`-th panel; the last goes to the output.
+    #[inline(always)]
+    fn settle<L: Lanes, const MR: usize>(&mut self, l: L, p: usize, mut acc: [[L::V; 2]; MR]) {
+        let (nr, [row, panel], [from, to]) = (2 * L::LANES, self.at, self.part.depth);
+        let sums = &mut self.sums[(p * self.a.count + row) * nr..][..MR * nr];
+        if from > 0 {
+            unroll!(I < MR => {
+                acc[I][0] = l.add(l.load(&sums[I * nr..]), acc[I][0]);
+                acc[I][1] = l.add(l.load(&sums[I * nr + L::LANES..]), acc[I][1]);
+            });
+        }
+        unroll!(I < MR => {
+            l.store(acc[I][0], &mut sums[I * nr..]);
+            l.store(acc[I][1], &mut sums[I * nr + L::LANES..]);
+        });
+        if to == self.part.k {
+            outlined(l, Finish { block: self.block, sums, at: [row, panel + p] });
+        }
+    }
+}
 
-impl<T: Operand, const NP: usize, const MR: usize> Op for Exactly<'_, '_, '_, NP, MR, T> {
+/// A tile of `MR` rows and one panel, and what is asked for meanwhile.
+struct OnePanel<'t, 'a, 'o, const MR: usize> {
+    tile: Tile<'t, 'a, 'o>,
+    panel: &'t [f32],
+    ahead: &'t [f32],
+}
+
+impl<const MR: usize> Op for OnePanel<'_, '_, '_, MR> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
         if MR > L::MR {
             return; // No tile of this level: `tile_rows` gives up to `MR`.
         }
-        let Self(Tile { block, a, panels, ahead, part, sums, at: [row, panel] }) = self;
-        let Part { k, depth: [from, to], .. } = part;
-        let nr = 2 * L::LANES;
-        let mut acc = [[[l.splat(0.0); 2]; MR]; NP];
-        let rows = a.range(row, row + MR);
-        if NP == 1 {
-            acc[0] = panel_product(l, &rows, panels[0], ahead, acc[0]);
-        } else {
-            acc = streams(l, &rows, panels, acc);
-        }
-        for (p, acc) in acc.iter_mut().enumerate() {
-            let first = (p * a.count + row) * nr;
-            if from > 0 {
-                let sums = &sums[first..][..MR * nr];
-                unroll!(I < MR => {
-                    acc[I][0] = l.add(l.load(&sums[I * nr..]), acc[I][0]);
-                    acc[I][1] = l.add(l.load(&sums[I * nr + L::LANES..]), acc[I][1]);
-                });
-            }
-            if to == k {
-                finish(l, block, *acc, [row, panel + p]);
-                continue;
-            }
-            let sums = &mut sums[first..][..MR * nr];
-            unroll!(I < MR => {
-                l.store(acc[I][0], &mut sums[I * nr..]);
-                l.store(acc[I][1], &mut sums[I * nr + L::LANES..]);
-            });
+        let Self { mut tile, panel, ahead } = self;
+        let rows = tile.a.range(tile.at[0], tile.at[0] + MR);
+        let acc = panel_product::<L, MR>(l, &rows, panel, ahead);
+        tile.settle(l, 0, acc);
+    }
+}
+
+/// A tile of all rows, `MR`, and `NP` panels: the first of these.
+struct Streams<'t, 'a, 'o, const NP: usize, const MR: usize, T> {
+    tile: Tile<'t, 'a, 'o>,
+    panels: [&'t [T]; 4],
+}
+
+impl<T: Operand, const NP: usize, const MR: usize> Op for Streams<'_, '_, '_, NP, MR, T> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let Self { mut tile, panels } = self;
+        let acc = streams::<L, T, NP, MR>(l, &tile.a, panels);
+        for (p, acc) in acc.into_iter().enumerate() {
+            tile.settle(l, p, acc);
         }
     }
 }
@@ -328,16 +328,10 @@ fn ahead<'b, L: Lanes, T>(b: &'b [T], part: &Part, [row, panel]: [usize; 2]) -> 
     b.get(start..start + quarter).unwrap_or(&b[(panel * k + from) * nr..][..quarter])
 }
 
-/// `acc[i] + sum over d of rows[i][d] * panel[d]`, four steps of `d` at a time; asks for a row of `ahead` with each four.
+/// `sum over d of rows[i][d] * panel[d]`, four steps of `d` at a time; asks for a row of `ahead` with each four.
 #[inline(always)]
-fn panel_product<L: Lanes, T: Operand, const MR: usize>(
-    l: L,
-    left: &Rows<'_>,
-    panel: &[T],
-    ahead: &[T],
-    mut acc: [[L::V; 2]; MR],
-) -> [[L::V; 2]; MR] {
-    let (nr, width) = (2 * L::LANES, left.width);
+fn panel_product<L: Lanes, const MR: usize>(l: L, left: &Rows<'_>, panel: &[f32], ahead: &[f32]) -> [[L::V; 2]; MR] {
+    let (nr, width, mut acc) = (2 * L::LANES, left.width, [[l.splat(0.0); 2]; MR]);
     let mut rows: [&[f32]; MR] = [&[]; MR];
     for (i, row) in rows.iter_mut().enumerate() {
         *row = left.row(i);
@@ -383,8 +377,8 @@ fn streams<L: Lanes, T: Operand, const NP: usize, const MR: usize>(
     l: L,
     left: &Rows<'_>,
     from: [&[T]; 4],
-    mut acc: [[[L::V; 2]; MR]; NP],
 ) -> [[[L::V; 2]; MR]; NP] {
+    let mut acc = [[[l.splat(0.0); 2]; MR]; NP];
     let mut rows: [&[f32]; MR] = [&[]; MR];
     for (i, row) in rows.iter_mut().enumerate() {
         *row = left.row(i);
@@ -397,48 +391,36 @@ fn streams<L: Lanes, T: Operand, const NP: usize, const MR: usize>(
     acc
 }
 
-/// Adds the bias to `MR` rows of a panel and writes them.
-#[inline(always)]
-fn finish<L: Lanes, const MR: usize>(
-    l: L,
-    block: &mut Block<'_, '_>,
-    mut acc: [[L::V; 2]; MR],
-    [row, panel]: [usize; 2],
-) {
-    let [rows, columns] = block.out.ranges();
-    let (nr, row) = (2 * L::LANES, rows.start + row);
-    let (first, end) = (panel * nr, columns.end.min((panel + 1) * nr));
-    if let Some(bias) = block.bias {
-        let bias = &bias[first..end];
-        let (low, high) = bias.split_at(bias.len().min(L::LANES));
-        let bias = [l.load_partial(low, 0.0), l.load_partial(high, 0.0)];
-        unroll!(I < MR => acc[I] = [l.add(acc[I][0], bias[0]), l.add(acc[I][1], bias[1])]);
-    }
-    let from = first - columns.start;
-    if let AnyRowBlock::F32(block) = &mut block.out
-        && end - first == nr
-        && block.has_slices()
-    {
-        unroll!(I < MR => {
-            if let Some(out) = block.row(row + I).into_slice() {
-                let out = &mut out[from..from + nr];
-                l.store(acc[I][0], out);
-                l.store(acc[I][1], &mut out[L::LANES..]);
+/// Adds the bias to finished rows of a panel, `[row][column]`, and writes them.
+struct Finish<'t, 'a, 'o> {
+    block: &'t mut Block<'a, 'o>,
+    sums: &'t mut [f32],
+    at: [usize; 2],
+}
+
+impl Op for Finish<'_, '_, '_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        let Self { block, sums, at: [row, panel] } = self;
+        let ([rows, columns], nr) = (block.out.ranges(), 2 * L::LANES);
+        let (first, end) = (panel * nr, columns.end.min((panel + 1) * nr));
+        if let Some(bias) = block.bias {
+            let bias = &bias[first..end];
+            let (low, high) = bias.split_at(bias.len().min(L::LANES));
+            let (low, high) = (l.load_partial(low, 0.0), l.load_partial(high, 0.0));
+            for sums in sums.chunks_exact_mut(nr) {
+                l.store(l.add(l.load(sums), low), sums);
+                let sums = &mut sums[L::LANES..];
+                l.store(l.add(l.load(sums), high), sums);
             }
-        });
-        return;
-    }
-    let mut values = Room([0.0; MAX_MR * 2 * MAX_LANES]);
-    let values = &mut values.0[..MR * nr];
-    unroll!(I < MR => {
-        l.store(acc[I][0], &mut values[I * nr..]);
-        l.store(acc[I][1], &mut values[I * nr + L::LANES..]);
-    });
-    let place = (row, from, end - first);
-    match &mut block.out {
-        AnyRowBlock::F32(block) => put(block, place, values, nr),
-        AnyRowBlock::F16(block) => put(block, place, values, nr),
-        AnyRowBlock::Bf16(block) => put(block, place, values, nr),
+        }
+        let place = (rows.start + row, first - columns.start, end - first);
+        match &mut block.out {
+            AnyRowBlock::F32(block) => put(block, place, sums, nr),
+            AnyRowBlock::F16(block) => put(block, place, sums, nr),
+            AnyRowBlock::Bf16(block) => put(block, place, sums, nr),
+        }
     }
 }
 
