@@ -170,22 +170,7 @@ impl Lanes for Avx2 {
 
     #[inline(always)]
     fn prefetch<T>(self, src: &[T]) {
-        let (first, bytes) = (src.as_ptr().cast::<i8>(), size_of_val(src));
-        let mut byte = 0;
-        // SAFETY: SSE is part of x86-64, and a prefetch reads nothing that the program can see.
-        unsafe {
-            while byte + 256 <= bytes {
-                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte));
-                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 64));
-                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 128));
-                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 192));
-                byte += 256;
-            }
-            while byte < bytes {
-                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte));
-                byte += 64;
-            }
-        }
+        prefetch(src);
     }
 
     #[inline(always)]
@@ -230,4 +215,25 @@ fn transpose4([r0, r1, r2, r3]: [__m256; 4]) -> [__m256; 4] {
         _mm256_shuffle_ps::<0x44>(high01, high23),
         _mm256_shuffle_ps::<0xee>(high01, high23),
     ]
+}
+
+/// Asks for all lines of a slice.
+#[inline(always)]
+pub(super) fn prefetch<T>(src: &[T]) {
+    let (first, bytes) = (src.as_ptr().cast::<i8>(), size_of_val(src));
+    let mut byte = 0;
+    // SAFETY: SSE is part of x86-64, and a prefetch reads nothing that the program can see.
+    unsafe {
+        while byte + 256 <= bytes {
+            _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte));
+            _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 64));
+            _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 128));
+            _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 192));
+            byte += 256;
+        }
+        while byte < bytes {
+            _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte));
+            byte += 64;
+        }
+    }
 }

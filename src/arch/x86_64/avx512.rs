@@ -174,22 +174,7 @@ impl Lanes for Avx512 {
 
     #[inline(always)]
     fn prefetch<T>(self, src: &[T]) {
-        let (first, bytes) = (src.as_ptr().cast::<i8>(), size_of_val(src));
-        let mut byte = 0;
-        // SAFETY: SSE is part of x86-64, and a prefetch reads nothing that the program can see.
-        unsafe {
-            while byte + 256 <= bytes {
-                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte));
-                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 64));
-                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 128));
-                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte + 192));
-                byte += 256;
-            }
-            while byte < bytes {
-                _mm_prefetch::<_MM_HINT_T0>(first.wrapping_add(byte));
-                byte += 64;
-            }
-        }
+        super::avx2::prefetch(src);
     }
 
     #[inline(always)]
