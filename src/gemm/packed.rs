@@ -146,7 +146,7 @@ fn aligned<T: Element>(len: usize) -> Result<(Vec<T>, usize)> {
 /// - **Accuracy**: the error of an element is at most about `min(k, 256 + k / 256) * EPSILON * sum |a b|`, plus the rounding of the
 ///   bias and of `out`.
 /// - **Memory**: nothing is allocated. Working memory is on the stack: up to 150 KiB of it if A is copied, else 10 KiB, or 42 KiB
-///   with B in `f16`.
+///   with B in `f16` or `bf16`.
 /// - **Threads**: large products are spread over the rayon pool that the caller is in, in one region.
 ///
 /// # Errors

@@ -95,6 +95,7 @@ impl Op for Block<'_, '_> {
         match (copied, few) {
             (false, true) if !widened => with_room::<L, 0, FEW_SUMS, 0>(l, self),
             (false, true) => with_room::<L, 0, FEW_SUMS, WIDE>(l, self),
+            (false, false) if !widened => with_room::<L, 0, SUMS, 0>(l, self),
             (false, false) => with_room::<L, 0, SUMS, WIDE>(l, self),
             (true, true) => with_room::<L, { FEW * COPY_STRIDE }, { FEW * BLOCK_COLUMNS }, WIDE>(l, self),
             (true, false) => {
