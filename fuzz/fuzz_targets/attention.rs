@@ -9,6 +9,11 @@ use polyhead::{
     Bias, Diagonal, Element, Heads, HeadsMut, Level, Mask, Options, Outputs, View, Window, multi_head_with, reference,
 };
 
+#[path = "../../tests/support/rng.rs"]
+#[allow(dead_code, reason = "the tests use more of it")]
+mod rng;
+use rng::Rng;
+
 #[derive(Arbitrary, Clone, Copy, Debug)]
 enum Type {
     F32,
@@ -47,12 +52,17 @@ struct Input {
     head_dim_v: u8,
     /// Gap between rows, seq-major or head-major, dim-strided, for each operand and the output.
     layouts: [(u8, bool, bool); 4],
+    /// Bits: axes of q, k and v (batch, heads, seq) that lie at stride 0.
+    broadcast: u16,
     scale: Option<i8>,
     causal: Option<Corner>,
     window: Option<(Option<u8>, Option<u8>, Corner)>,
+    keep_first: u8,
     lengths: Option<Vec<u16>>,
-    mask: Option<([bool; 4], bool, u64)>,
-    bias: Option<([bool; 4], u8)>,
+    /// Axes that are not broadcast, polarity, density.
+    masks: [Option<([bool; 4], bool, u8)>; 2],
+    /// Axes that are not broadcast, how many of 8 are -inf.
+    biases: [Option<([bool; 4], u8)>; 2],
     alibi: Option<(i8, Corner)>,
     softcap: Option<u8>,
     sinks: Option<i8>,
@@ -60,22 +70,6 @@ struct Input {
     /// 0: plain values; else every n-th element of k and v is NaN or infinite.
     special: u8,
     seed: u64,
-}
-
-struct Rng(u64);
-
-impl Rng {
-    fn next(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut z = self.0;
-        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        z ^ (z >> 31)
-    }
-
-    fn uniform(&mut self) -> f32 {
-        (self.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
-    }
 }
 
 /// Strides of a (batch, heads, seq, dim) operand, and the slice length they need.
@@ -92,9 +86,9 @@ fn fill<T: Element>(len: usize, rng: &mut Rng, special: u8) -> Vec<T> {
     (0..len)
         .map(|i| {
             let x = match special {
-                0 => rng.uniform(),
+                0 => rng.uniform(-1.0, 1.0),
                 n if i % (usize::from(n) + 40) == 7 => [f32::NAN, f32::INFINITY, f32::NEG_INFINITY][i % 3],
-                _ => rng.uniform(),
+                _ => rng.uniform(-1.0, 1.0),
             };
             T::from_f32_nearest(x)
         })
@@ -102,17 +96,21 @@ fn fill<T: Element>(len: usize, rng: &mut Rng, special: u8) -> Vec<T> {
 }
 
 /// Values up to 1, scores up to a few hundred: their rounding times the largest score bounds the error of a probability.
-fn close(ours: f32, theirs: f64, what: &str) {
-    let same = f64::from(ours) == theirs || (ours.is_nan() && theirs.is_nan());
+fn close<T: Element>(ours: T, theirs: f64, what: &str) {
+    let unit = match T::NAME {
+        "f32" => 0.0,
+        "f16" => 1.0 / 2048.0,
+        _ => 1.0 / 256.0,
+    };
+    let ours = f64::from(ours.to_f32());
+    let same = ours == theirs || (ours.is_nan() && theirs.is_nan());
     let either_infinite = !ours.is_finite() && !theirs.is_finite();
-    assert!(
-        same || either_infinite || (f64::from(ours) - theirs).abs() <= 2e-4 * (1.0 + theirs.abs()),
-        "{what}: {ours} {theirs}"
-    );
+    let allowed = 2e-4 * (1.0 + theirs.abs()) + unit * theirs.abs();
+    assert!(same || either_infinite || (ours - theirs).abs() <= allowed, "{what}: {ours} {theirs}");
 }
 
 /// Every element of the view is as expected, every other one as it was.
-fn check_out(out: &[f32], [batch, heads, l, dv]: [usize; 4], strides: [usize; 4], expected: &[f64]) {
+fn check_out<O: Bits>(out: &[O], [batch, heads, l, dv]: [usize; 4], strides: [usize; 4], expected: &[f64]) {
     let mut written = vec![false; out.len()];
     let mut expected = expected.iter();
     for b in 0..batch {
@@ -127,20 +125,39 @@ fn check_out(out: &[f32], [batch, heads, l, dv]: [usize; 4], strides: [usize; 4]
         }
     }
     for (x, written) in out.iter().zip(written) {
-        assert!(written || x.to_bits() == POISON, "written outside of the view");
+        assert!(written || x.is_poison(), "written outside of the view");
     }
 }
 
-const POISON: u32 = 0x7fc0_1234;
+/// A NaN that nothing makes.
+trait Bits: Element {
+    const POISON: Self;
+    fn is_poison(&self) -> bool;
+}
 
-fn run<Q: Element, K: Element, V: Element>(input: &Input) {
-    let mut rng = Rng(input.seed);
+macro_rules! bits {
+    ($($type:ty: $poison:literal),*) => {
+        $(impl Bits for $type {
+            const POISON: Self = <$type>::from_bits($poison);
+            fn is_poison(&self) -> bool {
+                self.to_bits() == $poison
+            }
+        })*
+    };
+}
+bits!(f32: 0x7fc0_1234, f16: 0x7e34, bf16: 0x7fd2);
+
+fn run<Q: Element, K: Element, V: Element, O: Bits>(input: &Input) {
+    let mut rng = Rng::new(input.seed);
     let (batch, kv) = (usize::from(input.batch % 3), usize::from(input.kv_heads % 3));
     let heads = kv * usize::from(input.group % 4);
     let (l, s) = (usize::from(input.seqlen_q) % 70, usize::from(input.seqlen_k) % 300);
     let (d, dv) = (usize::from(input.head_dim) % 40, usize::from(input.head_dim_v) % 40);
     let shapes = [[batch, heads, l, d], [batch, kv, s, d], [batch, kv, s, dv], [batch, heads, l, dv]];
-    let layout: Vec<_> = shapes.iter().zip(input.layouts).map(|(&shape, layout)| strides(shape, layout)).collect();
+    let mut layout: Vec<_> = shapes.iter().zip(input.layouts).map(|(&shape, layout)| strides(shape, layout)).collect();
+    for at in (0..9).filter(|at| input.broadcast >> at & 1 == 1) {
+        layout[at / 3].0[at % 3] = 0;
+    }
     let q = fill::<Q>(layout[0].1, &mut rng, 0);
     let k = fill::<K>(layout[1].1, &mut rng, input.special);
     let v = fill::<V>(layout[2].1, &mut rng, input.special);
@@ -149,19 +166,25 @@ fn run<Q: Element, K: Element, V: Element>(input: &Input) {
     let v = Heads::with_strides(&v, shapes[2], layout[2].0).expect("fits");
 
     let scores = [batch, heads, l, s];
-    let broadcast = |keep: [bool; 4]| core::array::from_fn(|i| if keep[i] { scores[i] } else { 1 });
+    let broadcast = |keep: [bool; 4]| -> [usize; 4] { core::array::from_fn(|i| if keep[i] { scores[i] } else { 1 }) };
     let lengths: Option<Vec<usize>> = input
         .lengths
         .as_ref()
         .map(|list| (0..batch).map(|i| usize::from(list.get(i).copied().unwrap_or(0)) % (s + 1)).collect());
-    let mask_shape = input.mask.map(|(keep, _, _)| broadcast(keep)).unwrap_or([1; 4]);
-    let bias_shape = input.bias.map(|(keep, _)| broadcast(keep)).unwrap_or([1; 4]);
-    let density = input.mask.map_or(0, |(_, _, density)| density % 8);
-    let mask: Vec<bool> = (0..mask_shape.iter().product()).map(|_| rng.next() % 8 >= density).collect();
-    let infinite = input.bias.map_or(0, |(_, n)| u64::from(n % 4));
-    let bias: Vec<f32> = (0..bias_shape.iter().product())
-        .map(|_| if rng.next() % 8 < infinite { f32::NEG_INFINITY } else { 3.0 * rng.uniform() })
-        .collect();
+    let masks = input.masks.map(|mask| {
+        mask.map(|(keep, attend, density)| {
+            let shape = broadcast(keep);
+            (rng.bools(shape.iter().product(), f64::from(density % 8) / 8.0), shape, attend)
+        })
+    });
+    let biases = input.biases.map(|bias| {
+        bias.map(|(keep, infinite)| {
+            let shape = broadcast(keep);
+            let hidden = f64::from(infinite % 4) / 8.0;
+            let mut value = || if rng.chance(hidden) { f32::NEG_INFINITY } else { rng.uniform(-3.0, 3.0) };
+            ((0..shape.iter().product()).map(|_| value()).collect::<Vec<f32>>(), shape)
+        })
+    });
     let slopes = vec![f32::from(input.alibi.map_or(0, |(slope, _)| slope)) / 256.0; heads];
     let sinks = vec![f32::from(input.sinks.unwrap_or(0)) / 16.0; heads];
 
@@ -175,17 +198,19 @@ fn run<Q: Element, K: Element, V: Element>(input: &Input) {
     if let Some((left, right, corner)) = input.window {
         let (left, right) = (left.map(usize::from), right.map(usize::from));
         options = options.window(Window { left, right, diagonal: corner.into() });
+        options = options.keep_first(input.keep_first.into());
     }
     if let Some(lengths) = &lengths {
         options = options.key_lengths(lengths);
     }
-    if let Some((_, attend, _)) = input.mask {
-        let view = View::contiguous(&mask, mask_shape).expect("fits");
-        let mask = if attend { Mask::attend(view) } else { Mask::ignore(view) };
-        options = options.mask(mask.expect("four axes"));
+    for (at, (mask, shape, attend)) in masks.iter().enumerate().filter_map(|(at, mask)| Some((at, mask.as_ref()?))) {
+        let view = View::contiguous(mask, *shape).expect("fits");
+        let mask = if *attend { Mask::attend(view) } else { Mask::ignore(view) }.expect("four axes");
+        options = if at == 0 { options.mask(mask) } else { options.and_mask(mask) };
     }
-    if input.bias.is_some() {
-        options = options.bias(Bias::new(View::contiguous(&bias, bias_shape).expect("fits")).expect("four axes"));
+    for (at, (bias, shape)) in biases.iter().enumerate().filter_map(|(at, bias)| Some((at, bias.as_ref()?))) {
+        let bias = Bias::new(View::contiguous(bias, *shape).expect("fits")).expect("four axes");
+        options = if at == 0 { options.bias(bias) } else { options.and_bias(bias) };
     }
     if let Some((_, corner)) = input.alibi {
         // A far diagonal makes all scores of a row large, and their f32 rounding with them.
@@ -206,7 +231,7 @@ fn run<Q: Element, K: Element, V: Element>(input: &Input) {
     options = options.level(levels[usize::from(input.level) % levels.len()]);
 
     let (out_strides, out_len) = layout[3];
-    let mut out = vec![f32::from_bits(POISON); out_len];
+    let mut out = vec![O::POISON; out_len];
     let mut lse = vec![0.0f32; batch * heads * l];
     let mut weights = vec![0.0f32; batch * heads * l * s];
     let outputs = Outputs::new(HeadsMut::with_strides(&mut out, shapes[3], out_strides).expect("disjoint"))
@@ -217,7 +242,7 @@ fn run<Q: Element, K: Element, V: Element>(input: &Input) {
     let expected = match (result, expected) {
         (Err(ours), Err(theirs)) => {
             assert_eq!(ours, theirs);
-            assert!(out.iter().all(|x| x.to_bits() == POISON), "written on error");
+            assert!(out.iter().all(Bits::is_poison), "written on error");
             return;
         }
         (Ok(()), Ok(expected)) => expected,
@@ -230,10 +255,12 @@ fn run<Q: Element, K: Element, V: Element>(input: &Input) {
 
 fuzz_target!(|input: Input| {
     match input.types {
-        [Type::F32, Type::F32, Type::F32] => run::<f32, f32, f32>(&input),
-        [Type::F32, Type::F16, _] => run::<f32, f16, f16>(&input),
-        [Type::F32, _, _] => run::<f32, bf16, f16>(&input),
-        [Type::F16, _, _] => run::<f16, f16, f32>(&input),
-        [Type::Bf16, _, _] => run::<bf16, bf16, bf16>(&input),
+        [Type::F32, Type::F32, Type::F32] => run::<f32, f32, f32, f32>(&input),
+        [Type::F32, Type::F16, _] => run::<f32, f16, f16, f16>(&input),
+        [Type::F32, _, _] => run::<f32, bf16, f16, bf16>(&input),
+        [Type::F16, Type::F16, _] => run::<f16, f16, f16, f16>(&input),
+        [Type::F16, _, _] => run::<f16, f16, f32, f32>(&input),
+        [Type::Bf16, Type::Bf16, _] => run::<bf16, bf16, bf16, bf16>(&input),
+        [Type::Bf16, _, _] => run::<bf16, bf16, bf16, f32>(&input),
     }
 });
