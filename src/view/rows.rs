@@ -251,6 +251,7 @@ mod tests {
     }
 
     #[test]
+    #[cfg_attr(target_family = "wasm", ignore = "no threads there")]
     fn threads_share_the_rows() {
         let mut data = vec![0u32; 1000];
         let blocks = RowBlocks::new(MatrixMut::with_strides(&mut data, [100, 10], [1, 100]).unwrap(), 3);

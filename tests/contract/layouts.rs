@@ -58,7 +58,7 @@ fn any_layout_with_rows_a_page_apart() {
 #[test]
 fn any_layout_ignores_strides_of_axes_of_one() {
     let (q, k, v) = ([0.5f32, -1.0], [1.0f32, 2.0, 3.0, 4.0], [1.0f32, 5.0]);
-    for stride in [0, 1, 77, 1 << 31, 1 << 62, usize::MAX] {
+    for stride in [0, 1, 77, 1 << 31, usize::MAX / 4 + 1, usize::MAX] {
         for &level in levels() {
             let mut out = [f32::NAN; 1];
             multi_head(

@@ -14,14 +14,14 @@ use crate::support::levels;
 fn wild_size() -> impl Strategy<Value = usize> {
     prop_oneof![
         12 => 0..4usize,
-        1 => prop::sample::select(vec![MAX, MAX - 1, MAX / 2, MAX / 2 + 1, 1 << 62, 1 << 61, (1 << 60) + 1]),
+        1 => prop::sample::select(vec![MAX, MAX - 1, MAX / 2, MAX / 2 + 1, MAX / 4 + 1, MAX / 8 + 1, MAX / 16 + 2]),
     ]
 }
 
 fn wild_stride() -> impl Strategy<Value = usize> {
     prop_oneof![
         8 => 0..20usize,
-        1 => prop::sample::select(vec![MAX, MAX / 2, 1 << 31, 1 << 62, 1 << 63, 1 << 32, 1 << 16, MAX / 3]),
+        1 => prop::sample::select(vec![MAX, MAX / 2, 1 << 31, MAX / 4 + 1, MAX / 2 + 1, 1 << (usize::BITS / 2), 1 << 16, MAX / 3]),
     ]
 }
 

@@ -203,6 +203,7 @@ fn any_layout_and_any_batch_give_the_same_bits() {
 }
 
 #[test]
+#[cfg_attr(target_family = "wasm", ignore = "no threads there")]
 fn any_pool_gives_the_same_bits() {
     let mut rng = Rng::new(6);
     let naive = Naive::<f32>::random([96; 4], [6, 3], [16, 16], &mut rng).with_biases(&mut rng);
