@@ -147,6 +147,93 @@ macro_rules! bits {
 }
 bits!(f32: 0x7fc0_1234, f16: 0x7e34, bf16: 0x7fd2);
 
+/// What options refer to.
+struct Tables {
+    lengths: Option<Vec<usize>>,
+    /// Values, shape, polarity.
+    masks: [Option<(Vec<bool>, [usize; 4], bool)>; 2],
+    biases: [Option<(Vec<f32>, [usize; 4])>; 2],
+    slopes: Vec<f32>,
+    sinks: Vec<f32>,
+}
+
+fn mask((values, shape, attend): &(Vec<bool>, [usize; 4], bool)) -> Mask<'_> {
+    let view = View::contiguous(values, *shape).expect("fits");
+    if *attend { Mask::attend(view) } else { Mask::ignore(view) }.expect("four axes")
+}
+
+fn bias((values, shape): &(Vec<f32>, [usize; 4])) -> Bias<'_> {
+    Bias::new(View::contiguous(values, *shape).expect("fits")).expect("four axes")
+}
+
+impl Tables {
+    fn new(input: &Input, scores: [usize; 4], rng: &mut Rng) -> Self {
+        let [batch, heads, _, s] = scores;
+        let broadcast =
+            |keep: [bool; 4]| -> [usize; 4] { core::array::from_fn(|i| if keep[i] { scores[i] } else { 1 }) };
+        let length = |list: &Vec<u16>, i: usize| usize::from(list.get(i).copied().unwrap_or(0)) % (s + 1);
+        let lengths = input.lengths.as_ref().map(|list| (0..batch).map(|i| length(list, i)).collect());
+        let masks = input.masks.map(|mask| {
+            mask.map(|(keep, attend, density)| {
+                let shape = broadcast(keep);
+                (rng.bools(shape.iter().product(), f64::from(density % 8) / 8.0), shape, attend)
+            })
+        });
+        let biases = input.biases.map(|bias| {
+            bias.map(|(keep, infinite)| {
+                let shape = broadcast(keep);
+                let hidden = f64::from(infinite % 4) / 8.0;
+                let mut value = || if rng.chance(hidden) { f32::NEG_INFINITY } else { rng.uniform(-3.0, 3.0) };
+                ((0..shape.iter().product()).map(|_| value()).collect(), shape)
+            })
+        });
+        let slopes = vec![f32::from(input.alibi.map_or(0, |(slope, _)| slope)) / 256.0; heads];
+        let sinks = vec![f32::from(input.sinks.unwrap_or(0)) / 16.0; heads];
+        Self { lengths, masks, biases, slopes, sinks }
+    }
+
+    fn options(&self, input: &Input) -> Options<'_> {
+        let mut options = Options::new();
+        if let Some(scale) = input.scale {
+            options = options.softmax_scale(f32::from(scale) / 64.0);
+        }
+        if let Some(corner) = input.causal {
+            options = options.causal(corner.into());
+        }
+        if let Some((left, right, corner)) = input.window {
+            let (left, right) = (left.map(usize::from), right.map(usize::from));
+            options = options.window(Window { left, right, diagonal: corner.into() });
+            options = options.keep_first(input.keep_first.into());
+        }
+        if let Some(lengths) = &self.lengths {
+            options = options.key_lengths(lengths);
+        }
+        let [first, second] = self.masks.each_ref().map(|table| table.as_ref().map(mask));
+        options = first.map_or(options, |mask| options.mask(mask));
+        options = second.map_or(options, |mask| options.and_mask(mask));
+        let [first, second] = self.biases.each_ref().map(|table| table.as_ref().map(bias));
+        options = first.map_or(options, |bias| options.bias(bias));
+        options = second.map_or(options, |bias| options.and_bias(bias));
+        if let Some((_, corner)) = input.alibi {
+            // A far diagonal makes all scores of a row large, and their f32 rounding with them.
+            let near = match corner {
+                Corner::Offset(offset) => Corner::Offset(offset % 256),
+                Corner::Far(_) => Corner::TopLeft,
+                corner => corner,
+            };
+            options = options.alibi(&self.slopes, near.into());
+        }
+        if let Some(cap) = input.softcap {
+            options = options.softcap(f32::from(cap) / 8.0);
+        }
+        if input.sinks.is_some() {
+            options = options.sinks(&self.sinks);
+        }
+        let levels = Level::available();
+        options.level(levels[usize::from(input.level) % levels.len()])
+    }
+}
+
 fn run<Q: Element, K: Element, V: Element, O: Bits>(input: &Input) {
     let mut rng = Rng::new(input.seed);
     let (batch, kv) = (usize::from(input.batch % 3), usize::from(input.kv_heads % 3));
@@ -164,71 +251,9 @@ fn run<Q: Element, K: Element, V: Element, O: Bits>(input: &Input) {
     let q = Heads::with_strides(&q, shapes[0], layout[0].0).expect("fits");
     let k = Heads::with_strides(&k, shapes[1], layout[1].0).expect("fits");
     let v = Heads::with_strides(&v, shapes[2], layout[2].0).expect("fits");
-
     let scores = [batch, heads, l, s];
-    let broadcast = |keep: [bool; 4]| -> [usize; 4] { core::array::from_fn(|i| if keep[i] { scores[i] } else { 1 }) };
-    let lengths: Option<Vec<usize>> = input
-        .lengths
-        .as_ref()
-        .map(|list| (0..batch).map(|i| usize::from(list.get(i).copied().unwrap_or(0)) % (s + 1)).collect());
-    let masks = input.masks.map(|mask| {
-        mask.map(|(keep, attend, density)| {
-            let shape = broadcast(keep);
-            (rng.bools(shape.iter().product(), f64::from(density % 8) / 8.0), shape, attend)
-        })
-    });
-    let biases = input.biases.map(|bias| {
-        bias.map(|(keep, infinite)| {
-            let shape = broadcast(keep);
-            let hidden = f64::from(infinite % 4) / 8.0;
-            let mut value = || if rng.chance(hidden) { f32::NEG_INFINITY } else { rng.uniform(-3.0, 3.0) };
-            ((0..shape.iter().product()).map(|_| value()).collect::<Vec<f32>>(), shape)
-        })
-    });
-    let slopes = vec![f32::from(input.alibi.map_or(0, |(slope, _)| slope)) / 256.0; heads];
-    let sinks = vec![f32::from(input.sinks.unwrap_or(0)) / 16.0; heads];
-
-    let mut options = Options::new();
-    if let Some(scale) = input.scale {
-        options = options.softmax_scale(f32::from(scale) / 64.0);
-    }
-    if let Some(corner) = input.causal {
-        options = options.causal(corner.into());
-    }
-    if let Some((left, right, corner)) = input.window {
-        let (left, right) = (left.map(usize::from), right.map(usize::from));
-        options = options.window(Window { left, right, diagonal: corner.into() });
-        options = options.keep_first(input.keep_first.into());
-    }
-    if let Some(lengths) = &lengths {
-        options = options.key_lengths(lengths);
-    }
-    for (at, (mask, shape, attend)) in masks.iter().enumerate().filter_map(|(at, mask)| Some((at, mask.as_ref()?))) {
-        let view = View::contiguous(mask, *shape).expect("fits");
-        let mask = if *attend { Mask::attend(view) } else { Mask::ignore(view) }.expect("four axes");
-        options = if at == 0 { options.mask(mask) } else { options.and_mask(mask) };
-    }
-    for (at, (bias, shape)) in biases.iter().enumerate().filter_map(|(at, bias)| Some((at, bias.as_ref()?))) {
-        let bias = Bias::new(View::contiguous(bias, *shape).expect("fits")).expect("four axes");
-        options = if at == 0 { options.bias(bias) } else { options.and_bias(bias) };
-    }
-    if let Some((_, corner)) = input.alibi {
-        // A far diagonal makes all scores of a row large, and their f32 rounding with them.
-        let near = match corner {
-            Corner::Offset(offset) => Corner::Offset(offset % 256),
-            Corner::Far(_) => Corner::TopLeft,
-            corner => corner,
-        };
-        options = options.alibi(&slopes, near.into());
-    }
-    if let Some(cap) = input.softcap {
-        options = options.softcap(f32::from(cap) / 8.0);
-    }
-    if input.sinks.is_some() {
-        options = options.sinks(&sinks);
-    }
-    let levels = Level::available();
-    options = options.level(levels[usize::from(input.level) % levels.len()]);
+    let tables = Tables::new(input, scores, &mut rng);
+    let options = tables.options(input);
 
     let (out_strides, out_len) = layout[3];
     let mut out = vec![O::POISON; out_len];
