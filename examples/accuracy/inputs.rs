@@ -149,7 +149,7 @@ impl Distribution {
             Self::Subnormal => normal(seed, place) * dtype.tiny(),
             Self::Mask => {
                 let bits = number(seed, place);
-                let hidden = bits & 3 == 0 && at % width != 0;
+                let hidden = bits & 3 == 0 && !at.is_multiple_of(width);
                 if hidden { f64::NEG_INFINITY } else { ((bits >> 2 & 63) as f64 - 32.0) / 8.0 }
             }
         }
