@@ -1,10 +1,11 @@
-//! Loops that find what a level can do at most: the limits that kernels are held against (`examples/roofline`).
+//! Loops that find what a level can do at most, the limits that kernels are held against (`examples/roofline`), and the functions
+//! that the kernels are made of, for their errors (`examples/accuracy`).
 //!
 //! Not part of the stable API: anything here may change in any release. A level that is not in [`Level::available`] runs as
 //! [`Level::Portable`].
 
 use crate::Level;
-use crate::kernel::{Lanes, Op, exp2_nonpositive};
+use crate::kernel::{self, Lanes, Op, exp_nonpositive, exp2_nonpositive};
 use core::hint::black_box;
 
 /// Chains of FMAs that do not wait for each other. Two units with a latency of 4 need 8; a multiplication and an addition of
@@ -25,6 +26,28 @@ pub fn fma(level: Level, rounds: u64) -> (u64, f32) {
 pub fn exp(level: Level, x: &[f32], out: &mut [f32]) {
     assert_eq!(x.len(), out.len(), "one result for each element");
     level.dispatch(Vectorized(Exp { x, out }));
+}
+
+/// A function that kernels compute in vectors.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Function {
+    /// `e^x` of any x.
+    Exp,
+    /// `e^x` for x <= 0, 0 below 2^-126: softmax.
+    ExpNonpositive,
+    /// `2^x` for x <= 0, 0 below 2^-126.
+    Exp2Nonpositive,
+    /// Softcap.
+    Tanh,
+}
+
+/// `out = function(x)`.
+///
+/// # Panics
+/// If the slices differ in length.
+pub fn apply(level: Level, function: Function, x: &[f32], out: &mut [f32]) {
+    assert_eq!(x.len(), out.len(), "one result for each element");
+    level.dispatch(Vectorized(Apply { function, x, out }));
 }
 
 /// Sum of the elements, read once from the first to the last, with enough partial sums that loads are all there is to wait for.
@@ -92,6 +115,29 @@ impl Op for Exp<'_> {
     }
 }
 
+struct Apply<'a> {
+    function: Function,
+    x: &'a [f32],
+    out: &'a mut [f32],
+}
+
+impl Op for Apply<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        for (x, out) in self.x.chunks(L::LANES).zip(self.out.chunks_mut(L::LANES)) {
+            let x = l.load_partial(x, 0.0);
+            let y = match self.function {
+                Function::Exp => kernel::exp(l, x),
+                Function::ExpNonpositive => exp_nonpositive(l, x),
+                Function::Exp2Nonpositive => exp2_nonpositive(l, x),
+                Function::Tanh => kernel::tanh(l, x),
+            };
+            l.store_partial(y, out);
+        }
+    }
+}
+
 struct Sum<'a> {
     data: &'a [f32],
 }
@@ -141,6 +187,30 @@ mod tests {
                 exp(level, &x, &mut out);
                 for (x, y) in x.iter().zip(&out) {
                     assert!((f64::from(*y) - f64::from(*x).exp()).abs() <= 1e-6, "{level:?}: e^{x} = {y}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn functions_are_what_they_are_called() {
+        let functions: [(Function, fn(f64) -> f64); 4] = [
+            (Function::Exp, f64::exp),
+            (Function::ExpNonpositive, f64::exp),
+            (Function::Exp2Nonpositive, f64::exp2),
+            (Function::Tanh, f64::tanh),
+        ];
+        for &level in Level::available() {
+            for len in [0, 1, 31, 100] {
+                for (function, exact) in functions {
+                    let x: Vec<f32> = (0..len).map(|i| -0.3 * i as f32).collect();
+                    let mut out = vec![f32::NAN; len];
+                    apply(level, function, &x, &mut out);
+                    for (&x, y) in x.iter().zip(out) {
+                        let y_exact = exact(x.into());
+                        let close = (f64::from(y) - y_exact).abs() <= 2e-7 * y_exact.abs();
+                        assert!(close, "{level:?} {function:?}: {y} of {x}");
+                    }
                 }
             }
         }

@@ -18,5 +18,5 @@ mod score;
 pub(crate) mod scratch;
 mod tile;
 
-pub(crate) use exp::exp2_nonpositive;
+pub(crate) use exp::{exp, exp_nonpositive, exp2_nonpositive, tanh};
 pub(crate) use lanes::{Lanes, Op};
