@@ -12,7 +12,7 @@ use super::lanes::{Lanes, MAX_LANES, Op};
 use super::operand::Operand;
 use super::pack::{load_row, load_rows, rows_in_place};
 use super::scratch::{Areas, Tile, Work};
-use super::tile::{AllFinite, CarefulValues, Rows, Values, unroll};
+use super::tile::{AllFinite, Before, CarefulValues, Rows, Values, unroll};
 use crate::element::AnySlice;
 use crate::view::AnyHeads;
 
@@ -226,15 +226,15 @@ impl<T: Operand> Op for StreamedValues<'_, T> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Values { values, p, lanes, rows, mut alpha, o, .. } = self.0;
+        let Values { values, p, lanes, rows, mut before, o, .. } = self.0;
         let ahead = rows_ahead(&values);
         let step = (STREAM_BYTES / size_of::<T>() / values.width.max(1)).clamp(4, 64);
         for first in (0..values.count).step_by(step) {
             let end = values.count.min(first + step);
             prefetch(l, &values, first + ahead, end + ahead);
             let p = &p[first * lanes..end * lanes];
-            Values { values: values.range(first, end), panel: None, p, lanes, rows, alpha, o: &mut *o }.run(l);
-            alpha = Some(&ONES);
+            Values { values: values.range(first, end), panel: None, p, lanes, rows, before, o: &mut *o }.run(l);
+            before = Before::Continued(&ONES);
         }
     }
 }
@@ -372,14 +372,14 @@ impl<L: Lanes> Pass<'_, L> {
     ) {
         let (rows, lanes) = (tile.rows, tile.lanes);
         let o = self.area_of(tile, work.o, self.job.blocking.head_dim_v_padded);
-        let mut alpha = (!fresh).then_some(&work.pair[..lanes]);
+        let mut before = if fresh { Before::Nothing } else { Before::Continued(&work.pair[..lanes]) };
         let next = part.first + part.count;
         self.prefetch_first(&self.job.k, next, self.job.problem.key_length(self.batch) - next);
         if partial && !self.few_all_finite(part, area) {
             self.note_seen(tile, part, work.bias);
             let values = load_rows(&self.job.v, [self.batch, self.kv_head, part.first], part.count, L::LANES, area);
             let (p, seen) = (&*work.s, &*work.bias);
-            return self.l.vectorize(CarefulValues { values, p, seen, lanes, rows, alpha, o });
+            return self.l.vectorize(CarefulValues { values, p, seen, lanes, rows, before, o });
         }
         let mut done = 0;
         while done < part.count {
@@ -388,10 +388,10 @@ impl<L: Lanes> Pass<'_, L> {
             done += with_rows!(&self.job.v, at, part.count - done, L::LANES, area, values => {
                 let count = values.count;
                 let p = &p[..count * lanes];
-                self.l.vectorize(StreamedValues(Values { values, panel: None, p, lanes, rows, alpha, o: &mut *o }));
+                self.l.vectorize(StreamedValues(Values { values, panel: None, p, lanes, rows, before, o: &mut *o }));
                 count
             });
-            alpha = Some(&ONES);
+            before = Before::Continued(&ONES);
         }
     }
 

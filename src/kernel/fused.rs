@@ -23,7 +23,7 @@ use super::online::{KEY_ALIGN, RowState, Softmax};
 use super::pack::{load_row, load_rows};
 use super::score::{Rule, ScorePass};
 use super::scratch::{Areas, Scratch, Tile, Work, tile_state};
-use super::tile::{AllFinite, CarefulValues, Panels, Rows, Scores, Transpose, Values};
+use super::tile::{AllFinite, Before, CarefulValues, Panels, Rows, Scores, Transpose, Values};
 use crate::problem::Problem;
 use crate::view::{AnyHeads, RowSink};
 
@@ -401,16 +401,16 @@ impl<L: Lanes> Pass<'_, L> {
             self.note_seen(tile, part, work.bias);
         }
         let (lanes, p) = (tile.lanes, &work.s[..part.count * tile.lanes]);
-        let alpha = (!fresh).then_some(&work.pair[..tile.lanes]);
+        let before = if fresh { Before::Nothing } else { Before::Added(&work.pair[..tile.lanes]) };
         let o = self.area_of(tile, work.o, self.job.blocking.head_dim_v_padded);
         let rows = tile.rows;
         if careful {
             let values = rows_of(values.rows, values.block, part);
-            self.l.vectorize(CarefulValues { values, p, seen: work.bias, lanes, rows, alpha, o });
+            self.l.vectorize(CarefulValues { values, p, seen: work.bias, lanes, rows, before, o });
         } else {
             let (packed, panel) = values.panels.map_or((values.rows, None), |(packed, step)| (packed, Some(step)));
             let values = rows_of(packed, values.block, part);
-            self.l.vectorize(Values { values, panel, p, lanes, rows, alpha, o });
+            self.l.vectorize(Values { values, panel, p, lanes, rows, before, o });
         }
     }
 

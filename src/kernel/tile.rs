@@ -166,10 +166,21 @@ pub(crate) struct Values<'a, T = f32> {
     pub(crate) p: &'a [f32],
     pub(crate) lanes: usize,
     pub(crate) rows: usize,
-    /// Factors of the rows, or `None` to start from zero whatever `o` holds.
-    pub(crate) alpha: Option<&'a [f32]>,
+    pub(crate) before: Before<'a>,
     /// `[rows][width]`.
     pub(crate) o: &'a mut [f32],
+}
+
+/// What becomes of the output that is there already.
+#[derive(Clone, Copy)]
+pub(crate) enum Before<'a> {
+    /// It is overwritten, whatever it is.
+    Nothing,
+    /// Times these factors of the rows, the sum goes on from it: where blocks are cut then changes no bit.
+    Continued(&'a [f32]),
+    /// Times these factors, it is added to the sum of the keys: of many blocks each is summed by itself, and rounding errors stay
+    /// small. (65,536 keys: rms 1.7e-7 instead of 1.3e-6.)
+    Added(&'a [f32]),
 }
 
 impl<T: Operand> Op for Values<'_, T> {
@@ -225,7 +236,7 @@ fn value_tile<L: Lanes, T: Operand, const NV: usize, const MR: usize>(
 ) {
     let Rows { data, stride, width, count } = op.values;
     let mut acc = [[l.splat(0.0); NV]; MR];
-    if let Some(alpha) = op.alpha {
+    if let Before::Continued(alpha) = op.before {
         let alpha = &alpha[row..][..MR];
         unroll!(I < MR => for (j, acc) in acc[I].iter_mut().enumerate() {
             let o = l.load(&op.o[(row + I) * width + column + j * L::LANES..]);
@@ -243,6 +254,13 @@ fn value_tile<L: Lanes, T: Operand, const NV: usize, const MR: usize>(
         acc = value_step(l, acc, &p[row..], values);
     }
     acc = value_step(l, acc, &op.p[last * op.lanes + row..], &values[last * stride..]);
+    if let Before::Added(alpha) = op.before {
+        let alpha = &alpha[row..][..MR];
+        unroll!(I < MR => for (j, acc) in acc[I].iter_mut().enumerate() {
+            let o = l.load(&op.o[(row + I) * width + column + j * L::LANES..]);
+            *acc = l.fma(o, l.splat(alpha[I]), *acc);
+        });
+    }
     unroll!(I < MR => for (j, acc) in acc[I].iter().enumerate() {
         l.store(*acc, &mut op.o[(row + I) * width + column + j * L::LANES..]);
     });
@@ -309,7 +327,7 @@ pub(crate) struct CarefulValues<'a> {
     pub(crate) seen: &'a [f32],
     pub(crate) lanes: usize,
     pub(crate) rows: usize,
-    pub(crate) alpha: Option<&'a [f32]>,
+    pub(crate) before: Before<'a>,
     pub(crate) o: &'a mut [f32],
 }
 
@@ -317,14 +335,20 @@ impl Op for CarefulValues<'_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Self { values, p, seen, lanes, rows, alpha, o } = self;
+        let Self { values, p, seen, lanes, rows, before, o } = self;
         for row in 0..rows {
             let o = &mut o[row * values.width..][..values.width];
             for (column, o) in o.chunks_exact_mut(L::LANES).enumerate() {
-                let mut acc = alpha.map_or(l.splat(0.0), |alpha| l.mul(l.load(o), l.splat(alpha[row])));
+                let mut acc = match before {
+                    Before::Continued(alpha) => l.mul(l.load(o), l.splat(alpha[row])),
+                    _ => l.splat(0.0),
+                };
                 for key in (0..values.count).filter(|key| seen[key * lanes + row] != 0.0) {
                     let value = l.load(&values.row(key)[column * L::LANES..]);
                     acc = l.fma(l.splat(p[key * lanes + row]), value, acc);
+                }
+                if let Before::Added(alpha) = before {
+                    acc = l.fma(l.load(o), l.splat(alpha[row]), acc);
                 }
                 l.store(acc, o);
             }
