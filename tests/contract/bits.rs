@@ -1,7 +1,8 @@
-use polyhead::{Diagonal, Shape};
+use polyhead::attention::{sdpa, sdpa_with_lse};
+use polyhead::{Diagonal, Element, Error, Matrix, MatrixMut, Options, Shape};
 
-use crate::oracle::{BiasTable, Call, MaskTable, Opts, Results, TYPES, Wanted, shape};
-use crate::support::{Rng, levels};
+use crate::oracle::{BiasTable, Call, Dtype, MaskTable, Opts, Results, TYPES, Wanted, shape};
+use crate::support::{Rng, assert_same_bits, levels};
 
 /// Calls large enough for several threads, of several kinds: prefill, causal with heads that share K and V, few queries of
 /// many keys, many small heads.
@@ -136,6 +137,60 @@ fn bits_do_not_depend_on_the_place_of_a_row() {
                 let (o, e, w) = results.row(&call.shape, row);
                 assert!(o == out && e == lse && w == weights, "{} row {row:?}: {o:?} instead of {out:?}", level.name());
             }
+        }
+    }
+}
+
+/// The functions of one head are `multi_head` of one, strided matrices included, and give its errors.
+#[test]
+fn bits_of_one_head_are_those_of_multi_head() {
+    fn run<T: Element>(call: &Call) {
+        let Shape { seqlen_q, seqlen_k, head_dim, head_dim_v, .. } = call.shape;
+        let typed = |data: &[f32]| data.iter().map(|&x| T::from_f32_nearest(x)).collect::<Vec<T>>();
+        let (q, k, v) = (typed(&call.q), typed(&call.k), typed(&call.v));
+        // Keys column by column, values and output with gaps.
+        let turned: Vec<T> = (0..head_dim * seqlen_k).map(|at| k[at % seqlen_k * head_dim + at / seqlen_k]).collect();
+        let gaps: Vec<T> =
+            v.chunks(head_dim_v).flat_map(|row| [row, &[T::from_f32_nearest(f32::NAN)]].concat()).collect();
+        let q = Matrix::contiguous(&q, [seqlen_q, head_dim]).expect("packed");
+        let k = Matrix::with_strides(&turned, [seqlen_k, head_dim], [1, seqlen_k]).expect("packed");
+        let v = Matrix::with_strides(&gaps, [seqlen_k, head_dim_v], [head_dim_v + 1, 1]).expect("with gaps");
+        for &level in levels() {
+            let expected = call.run(level, Wanted::Lse);
+            call.options.with(|options| {
+                let options = options.level(level);
+                let (mut out, mut lse) = (vec![7.0f32; seqlen_q * (head_dim_v + 2)], vec![7.0f32; seqlen_q]);
+                let mut check = |lse: Option<&mut [f32]>| {
+                    out.fill(7.0);
+                    let view = MatrixMut::with_strides(&mut out, [seqlen_q, head_dim_v], [head_dim_v + 2, 1]);
+                    match lse {
+                        Some(lse) => sdpa_with_lse(&q, &k, &v, view.expect("disjoint"), lse, &options),
+                        None => sdpa(&q, &k, &v, view.expect("disjoint"), &options),
+                    }
+                    .expect("a valid call");
+                    let (rows, gaps): (Vec<_>, Vec<_>) =
+                        out.chunks(head_dim_v + 2).map(|row| row.split_at(head_dim_v)).unzip();
+                    assert_same_bits(&rows.concat(), &expected.out, level.name());
+                    assert!(gaps.concat().iter().all(|&x| x == 7.0), "{}: written between rows", level.name());
+                };
+                check(None);
+                check(Some(&mut lse));
+                assert_same_bits(&lse, &expected.lse, level.name());
+            });
+            let mut out = vec![0.0f32; seqlen_q * head_dim_v];
+            let view = MatrixMut::contiguous(&mut out, [seqlen_q, head_dim_v]).expect("packed");
+            let error = sdpa_with_lse(&q, &k, &v, view, &mut [0.0], &Options::new().level(level)).unwrap_err();
+            assert_eq!(error, Error::Length { operand: "lse", expected: seqlen_q, actual: 1 });
+        }
+    }
+    let options = Opts { causal: Some(Diagonal::BottomRight), softcap: Some(5.0), ..Opts::default() };
+    // Operands of one type, f32 out.
+    for (types, l, s) in [(TYPES[0], 37, 150), (TYPES[8], 5, 40), (TYPES[7], 20, 300)] {
+        let call = Call::random(shape([1, 1, 1, l, s, 24, 9]), types, &mut Rng::new(137)).options(options.clone());
+        match types[0] {
+            Dtype::F32 => run::<f32>(&call),
+            Dtype::F16 => run::<half::f16>(&call),
+            Dtype::Bf16 => run::<half::bf16>(&call),
         }
     }
 }

@@ -1,5 +1,6 @@
 //! `errors_not_panics`: every error with its fields, outputs untouched by it, and no panic for any sizes, strides and options.
 
+mod display;
 #[path = "../oracle/mod.rs"]
 mod oracle;
 #[path = "../support/mod.rs"]

@@ -3,6 +3,8 @@
 #[path = "../support/mod.rs"]
 mod support;
 
+#[cfg(feature = "safetensors")]
+mod checkpoints;
 mod errors;
 mod golden;
 mod naive;
