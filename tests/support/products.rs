@@ -3,6 +3,8 @@
 use polyhead::gemm::{GemmElement, gemm};
 use polyhead::{Matrices, MatricesMut, Matrix, MatrixMut, reference};
 
+use crate::support::{Edges, Memory};
+
 /// What the tests need of an element beyond the crate's trait.
 pub(crate) trait Float: GemmElement + From<f32> + Into<f64> {
     const EPSILON: f64;
@@ -67,10 +69,10 @@ pub(crate) const ALL: [Lies; 8] = [
     Lies::SameColumns,
 ];
 
-/// An array surrounded, and between its elements filled, by NaN.
+/// An array with NaN between its elements, and edges in turn as the sizes go.
 #[derive(Clone)]
 pub(crate) struct Stored<T> {
-    pub(crate) data: Vec<T>,
+    pub(crate) data: Memory<T>,
     pub(crate) shape: [usize; 3],
     pub(crate) strides: [usize; 3],
 }
@@ -90,7 +92,9 @@ impl<T: Float> Stored<T> {
         };
         let reach: usize =
             shape.iter().zip(strides).map(|(&size, stride)| size.max(1).saturating_sub(1) * stride).sum();
-        let mut stored = Self { data: vec![T::of(f64::NAN); reach + 7], shape, strides };
+        let len = if shape.contains(&0) { 0 } else { reach + 1 };
+        let edges = Edges::turn(r + c + lies as usize);
+        let mut stored = Self { data: Memory::new(edges, len, T::of(f64::NAN)), shape, strides };
         for index in stored.indices() {
             let at = stored.at(index);
             stored.data[at] = T::of(value());
@@ -167,6 +171,7 @@ pub(crate) fn check<T: Float>(alpha: T, a: &Stored<T>, b: &Stored<T>, beta: T, b
         }
     }
     assert!(expected_bits == bits(&c.data), "wrote outside of the view");
+    c.data.assert_outside(|x| x.bits() == T::of(f64::NAN).bits(), "C");
 }
 
 /// Packed operands of noise for a single product.
