@@ -107,13 +107,21 @@ impl Chunk {
 
     /// Output (row, head, dim) and LSE (head, row) of an attention call.
     fn attend(&self, call: impl FnOnce(&Ragged<'_, f32>, Outputs<'_, f32>) -> Result<()>) -> [Vec<f32>; 2] {
+        self.try_attend(call).expect("a good call")
+    }
+
+    /// The same, of a call that may refuse, and then writes nothing.
+    fn try_attend(&self, call: impl FnOnce(&Ragged<'_, f32>, Outputs<'_, f32>) -> Result<()>) -> Result<[Vec<f32>; 2]> {
         let list = |len| PoisonedList::<f32>::new(self.edges(), len);
         let (mut out, mut lse) = (list(self.rows() * HEADS * KV.head_dim_v), list(self.rows() * HEADS));
         let q = Memory::from(self.edges(), &self.q, f32::INPUT);
         let q = Ragged::packed(q.inner(), [self.rows(), HEADS, KV.head_dim], &self.starts).expect("packed");
         let view = HeadsMut::bshd(out.slice(), [1, self.rows(), HEADS, KV.head_dim_v]).expect("packed");
-        call(&q, Outputs::new(view).lse(lse.slice())).expect("a good call");
-        [out.packed("out"), lse.packed("lse")]
+        let result = call(&q, Outputs::new(view).lse(lse.slice()));
+        if result.is_err() {
+            [&out, &lse].into_iter().for_each(|list| list.assert_untouched("refused"));
+        }
+        result.map(|()| [out.packed("out"), lse.packed("lse")])
     }
 
     /// The call of one sequence over its whole history.

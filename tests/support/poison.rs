@@ -241,4 +241,10 @@ impl<T: Bits> PoisonedList<T> {
         self.0.assert_outside(|x| x.bits() == T::OUTPUT.bits(), context);
         self.0.inner().to_vec()
     }
+    /// As [`PoisonedOutput::assert_untouched`].
+    #[track_caller]
+    pub(crate) fn assert_untouched(&self, context: impl Display) {
+        let touched = self.0.all().iter().position(|x| x.bits() != T::OUTPUT.bits());
+        assert_eq!(touched, None, "{context}: written to");
+    }
 }
