@@ -8,11 +8,14 @@ use crate::support::{Edges, Memory};
 /// What the tests need of an element beyond the crate's trait.
 pub(crate) trait Float: GemmElement + From<f32> + Into<f64> {
     const EPSILON: f64;
+    /// A NaN that nothing else makes.
+    const FOREIGN: Self;
     fn of(x: f64) -> Self;
     fn bits(self) -> u64;
 }
 impl Float for f32 {
     const EPSILON: f64 = f32::EPSILON as f64;
+    const FOREIGN: Self = f32::from_bits(0x7fc0_1bad);
     fn of(x: f64) -> Self {
         x as f32
     }
@@ -22,6 +25,7 @@ impl Float for f32 {
 }
 impl Float for f64 {
     const EPSILON: f64 = f64::EPSILON;
+    const FOREIGN: Self = f64::from_bits(0x7ff8_0000_0000_1bad);
     fn of(x: f64) -> Self {
         x
     }
@@ -94,7 +98,7 @@ impl<T: Float> Stored<T> {
             shape.iter().zip(strides).map(|(&size, stride)| size.max(1).saturating_sub(1) * stride).sum();
         let len = if shape.contains(&0) { 0 } else { reach + 1 };
         let edges = Edges::turn(r + c + lies as usize);
-        let mut stored = Self { data: Memory::new(edges, len, T::of(f64::NAN)), shape, strides };
+        let mut stored = Self { data: Memory::new(edges, len, T::FOREIGN), shape, strides };
         for index in stored.indices() {
             let at = stored.at(index);
             stored.data[at] = T::of(value());
@@ -171,7 +175,7 @@ pub(crate) fn check<T: Float>(alpha: T, a: &Stored<T>, b: &Stored<T>, beta: T, b
         }
     }
     assert!(expected_bits == bits(&c.data), "wrote outside of the view");
-    c.data.assert_outside(|x| x.bits() == T::of(f64::NAN).bits(), "C");
+    c.data.assert_outside(|x| x.bits() == T::FOREIGN.bits(), "C");
 }
 
 /// Packed operands of noise for a single product.
