@@ -3,6 +3,9 @@
 //! Every call is one parallel region on the pool that the caller is in. Without the `rayon` feature, or on a pool of one
 //! thread, everything runs on the caller's thread. What is computed never depends on which thread does it.
 
+#[cfg(test)]
+mod panics;
+
 use core::sync::atomic::{AtomicUsize, Ordering};
 
 /// Threads of the pool the caller is in (the global pool outside any).
@@ -20,6 +23,8 @@ pub(crate) fn current_threads() -> usize {
 pub(crate) fn for_each_task<S: Send>(tasks: usize, scratch: &mut [S], work: impl Fn(usize, &mut S) + Sync) {
     let next = AtomicUsize::new(0);
     let helpers = scratch.len().min(tasks);
+    #[cfg(test)]
+    let trap = panics::Trap::of_this_call();
     fan_out(&mut scratch[..helpers], &|mine: &mut S| {
         loop {
             // Relaxed: the counter orders nothing but itself; the join that ends the region orders the results.
@@ -27,6 +32,8 @@ pub(crate) fn for_each_task<S: Send>(tasks: usize, scratch: &mut [S], work: impl
             if task >= tasks {
                 return;
             }
+            #[cfg(test)]
+            trap.step();
             work(task, mine);
         }
     });

@@ -6,10 +6,13 @@ use polyhead::gemm::{gemm, gemm_batched};
 use polyhead::{Error, Matrices, MatricesMut, Matrix, MatrixMut};
 use proptest::prelude::*;
 
+mod support;
+
 #[path = "support/products.rs"]
 mod products;
 
 use products::*;
+use support::cases_of_256;
 
 #[derive(Clone, Debug)]
 struct Case {
@@ -67,7 +70,7 @@ fn run_case<T: Float>(case: &Case) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, ..ProptestConfig::default() })]
+    #![proptest_config(cases_of_256(400))]
 
     #[test]
     fn equals_the_reference_f32(case in cases()) {

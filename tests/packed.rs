@@ -6,7 +6,9 @@ use half::{bf16, f16};
 use polyhead::gemm::{PackedMatrix, gemm_packed};
 use polyhead::{Error, Level, Matrix, MatrixMut, reference};
 use proptest::prelude::*;
-use support::{Arrangement, Bits, PoisonedInput, PoisonedOutput, Rng, assert_same_bits, levels};
+use support::{
+    Arrangement, Bits, Edges, Memory, PoisonedInput, PoisonedOutput, Rng, assert_same_bits, cases_of_256, levels,
+};
 
 /// Where a matrix may lie: by rows, by columns, with foreign elements between rows or between elements.
 const LIES: [Arrangement; 5] =
@@ -18,7 +20,13 @@ const COLUMNS: &[usize] = &[0, 1, 7, 8, 9, 15, 16, 17, 31, 32, 33, 65, 127, 128,
 const DEPTHS: &[usize] = &[0, 1, 2, 3, 8, 64, 255, 256, 257, 513];
 
 fn matrix<T: Bits>(shape: [usize; 2], lies: Arrangement, rng: &mut Rng) -> PoisonedInput<T> {
-    PoisonedInput::new(&rng.normals::<T>(shape[0] * shape[1], 1.0), [1, 1, shape[0], shape[1]], lies)
+    let values = rng.normals::<T>(shape[0] * shape[1], 1.0);
+    PoisonedInput::within(edges(shape), &values, [1, 1, shape[0], shape[1]], lies)
+}
+
+/// In turn, as the sizes go.
+fn edges(shape: [usize; 2]) -> Edges {
+    Edges::turn(shape[0] + shape[1])
 }
 
 fn packed<T: Bits>(b: &Matrix<'_, T>, level: Level) -> PackedMatrix<T> {
@@ -33,8 +41,9 @@ fn product<A: Bits, T: Bits, O: Bits>(
     lies: Arrangement,
 ) -> Vec<O> {
     let ([m, _], [_, n]) = (a.shape(), b.shape());
-    let mut out = PoisonedOutput::<O>::new([1, 1, m, n], lies);
-    gemm_packed(a, b, bias, &mut out.matrix()).expect("the shapes fit");
+    let mut out = PoisonedOutput::<O>::within(edges([m, n]), [1, 1, m, n], lies);
+    let bias = bias.map(|bias| Memory::from(edges([m, n]), bias, f32::INPUT));
+    gemm_packed(a, b, bias.as_ref().map(Memory::inner), &mut out.matrix()).expect("the shapes fit");
     out.packed(format!("{m} x {n} on {}", b.level().name()))
 }
 
@@ -89,7 +98,7 @@ fn check<A: Bits + Into<f64>, T: Bits + Into<f64>, O: Bits + Into<f64>>(case: &C
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 60, ..ProptestConfig::default() })]
+    #![proptest_config(cases_of_256(60))]
 
     #[test]
     fn equals_the_reference_f32(case in cases()) {
@@ -295,7 +304,7 @@ fn packed_values_are_those_given() {
             for (k, n) in [(0, 0), (0, 5), (5, 0), (1, 1), (3, 7), (20, 16), (4, 33), (2, 100)] {
                 let values: Vec<T> = (0..k * n).map(&bits).collect();
                 for lies in LIES {
-                    let b = PoisonedInput::new(&values, [1, 1, k, n], lies);
+                    let b = PoisonedInput::within(edges([k, n]), &values, [1, 1, k, n], lies);
                     let packed = packed(&b.matrix(), level);
                     assert_eq!((packed.shape(), packed.level()), ([k, n], level));
                     assert_same_bits(&packed.to_vec(), &values, format!("{k} x {n} {lies:?} on {}", level.name()));

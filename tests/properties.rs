@@ -8,14 +8,7 @@ mod support;
 use oracle::{BiasTable, Call, Dtype, MaskTable, Opts, Places, TYPES, Wanted, shape, table_shape};
 use polyhead::{Diagonal, Shape, Window};
 use proptest::prelude::*;
-use support::{Arrangement, Rng, levels};
-
-/// This many of every 256 cases.
-fn config(share: u32) -> ProptestConfig {
-    let default = ProptestConfig::default();
-    // Failures are printed whole; they leave no file.
-    ProptestConfig { cases: (default.cases * share).div_ceil(256), failure_persistence: None, ..default }
-}
+use support::{Arrangement, Edges, Rng, cases_of_256, levels};
 
 /// What a random call is made of; the rest comes from the seed. Shrinks to the smallest sizes and the fewest options.
 #[derive(Clone, Debug)]
@@ -29,6 +22,7 @@ struct Recipe {
     /// A bit for each option.
     options: u16,
     places: [usize; 5],
+    edges: Edges,
     seed: u64,
 }
 
@@ -65,9 +59,10 @@ fn recipe_of(
 ) -> impl Strategy<Value = Recipe> {
     let heads = (0..4usize, prop_oneof![1 => Just(0), 20 => 1..4usize], 1..6usize);
     let sizes = ((queries, keys).prop_map(|(l, s)| [l, s]), [width(), width()]);
-    (heads, sizes, 0..TYPES.len(), 0..1024u16, prop::array::uniform5(0..8usize), any::<u64>()).prop_map(
-        |((batch, kv_heads, group), (lengths, widths), types, options, places, seed)| {
-            let mut recipe = Recipe { batch, kv_heads, group, lengths, widths, types, options, places, seed };
+    let edges = prop::sample::select(&Edges::ALL[..]);
+    (heads, sizes, 0..TYPES.len(), 0..1024u16, prop::array::uniform5(0..8usize), edges, any::<u64>()).prop_map(
+        |((batch, kv_heads, group), (lengths, widths), types, options, places, edges, seed)| {
+            let mut recipe = Recipe { batch, kv_heads, group, lengths, widths, types, options, places, edges, seed };
             // What the reference does in a few milliseconds.
             let work = |r: &Recipe| {
                 r.batch * r.kv_heads * r.group * r.lengths[0] * r.lengths[1] * (r.widths[0] + r.widths[1] + 10)
@@ -146,6 +141,7 @@ impl Recipe {
         let size = rng.pick(&[1.0, 1.0, 1.0, 0.01, 5.0, 50.0]);
         call.q.iter_mut().for_each(|x| *x = call.types[0].round(*x * size));
         let options = options(self.options, &shape, &mut rng);
+        call.edges = self.edges;
         (call.options(options).places(places(self.places)), rng)
     }
 }
@@ -237,7 +233,7 @@ fn chunk(call: &Call, first: usize, count: usize) -> Call {
 }
 
 proptest! {
-    #![proptest_config(config(96))]
+    #![proptest_config(cases_of_256(96))]
 
     #[test]
     fn any_call_is_as_the_reference(recipe in recipe()) {
@@ -273,7 +269,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(config(32))]
+    #![proptest_config(cases_of_256(32))]
 
     /// What lies at some keys changes no bit of the rows that see none of them.
     #[test]
@@ -312,7 +308,7 @@ proptest! {
     #[test]
     fn any_layout_gives_the_bits_of_packed_copies(recipe in prop_oneof![recipe(), decoding()]) {
         let (call, _) = recipe.call();
-        let packed = Call { places: Places::PACKED, ..call.clone() };
+        let packed = Call { places: Places::PACKED, edges: Edges::Foreign, ..call.clone() };
         for &level in levels() {
             for wanted in [Wanted::Weights, Wanted::Averaged] {
                 let (strided, packed) = (call.run(level, wanted), packed.run(level, wanted));
@@ -323,7 +319,7 @@ proptest! {
 }
 
 proptest! {
-    #![proptest_config(config(64))]
+    #![proptest_config(cases_of_256(64))]
 
     /// A13: queries in chunks, each at its offset, give the rows of the whole call.
     #[test]

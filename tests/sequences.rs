@@ -10,7 +10,7 @@ use polyhead::{
     Diagonal, Element, Error, Heads, HeadsMut, Level, Mask, Options, Outputs, Paged, Ragged, Sequences, Window,
     attention, multi_head, multi_head_with,
 };
-use support::{Rng, assert_all_close, assert_same_bits, levels};
+use support::{Bits, Edges, Memory, PoisonedList, Rng, assert_all_close, assert_same_bits, levels};
 
 const HEADS: usize = 6;
 const KV_HEADS: usize = 2;
@@ -52,19 +52,22 @@ fn run_ragged(calls: &[Call], options: &Options<'_>) -> (Vec<f32>, Vec<f32>) {
         (starts(calls.iter().map(|call| call.shape.seqlen_q)), starts(calls.iter().map(|call| call.shape.seqlen_k)));
     let (rows, keys) = (q_starts[calls.len()], k_starts[calls.len()]);
     let part = |f: fn(&Call) -> &[f32]| calls.iter().map(f).collect::<Vec<_>>();
-    let q = packed::<f32>(&part(|call| &call.q), HEADS, d);
-    let k = packed::<f32>(&part(|call| &call.k), KV_HEADS, d);
-    let v = packed::<f32>(&part(|call| &call.v), KV_HEADS, dv);
-    let (mut out, mut lse) = (vec![7.0; rows * HEADS * dv], vec![7.0; rows * HEADS]);
+    let edges = Edges::turn(rows + keys);
+    let within = |data: Vec<f32>| Memory::from(edges, &data, f32::INPUT);
+    let q = within(packed(&part(|call| &call.q), HEADS, d));
+    let k = within(packed(&part(|call| &call.k), KV_HEADS, d));
+    let v = within(packed(&part(|call| &call.v), KV_HEADS, dv));
+    let [q_starts, k_starts] = [q_starts, k_starts].map(|starts| Memory::from(edges, &starts, usize::MAX));
+    let (mut out, mut lse) = (PoisonedList::new(edges, rows * HEADS * dv), PoisonedList::new(edges, rows * HEADS));
     multi_head_with(
-        &Ragged::packed(&q, [rows, HEADS, d], &q_starts).unwrap(),
-        &Ragged::packed(&k, [keys, KV_HEADS, d], &k_starts).unwrap(),
-        &Ragged::packed(&v, [keys, KV_HEADS, dv], &k_starts).unwrap(),
-        Outputs::new(HeadsMut::bshd(&mut out, [1, rows, HEADS, dv]).unwrap()).lse(&mut lse),
+        &Ragged::packed(q.inner(), [rows, HEADS, d], q_starts.inner()).unwrap(),
+        &Ragged::packed(k.inner(), [keys, KV_HEADS, d], k_starts.inner()).unwrap(),
+        &Ragged::packed(v.inner(), [keys, KV_HEADS, dv], k_starts.inner()).unwrap(),
+        Outputs::new(HeadsMut::bshd(out.slice(), [1, rows, HEADS, dv]).unwrap()).lse(lse.slice()),
         options,
     )
     .unwrap();
-    (out, lse)
+    (out.packed("out"), lse.packed("lse"))
 }
 
 /// Options without a table.
@@ -163,7 +166,7 @@ fn pages<T: Element>(parts: &[&[f32]], width: usize, page_len: usize, order: &[u
     store
 }
 
-fn check_paged<T: support::Bits>(page_len: usize, queries: usize, lengths: &[usize], options: &Opts, level: Level) {
+fn check_paged<T: Bits>(page_len: usize, queries: usize, lengths: &[usize], options: &Opts, level: Level) {
     let [d, dv] = WIDTHS;
     let mut rng = Rng::new(504 + page_len as u64);
     let pairs: Vec<[usize; 2]> = lengths.iter().map(|&s| [queries, s]).collect();
@@ -179,16 +182,20 @@ fn check_paged<T: support::Bits>(page_len: usize, queries: usize, lengths: &[usi
         used += n;
     }
     let part = |f: fn(&Call) -> &[f32]| calls.iter().map(f).collect::<Vec<_>>();
-    let k = pages::<T>(&part(|call| &call.k), d, page_len, &order);
-    let v = pages::<T>(&part(|call| &call.v), dv, page_len, &order);
+    let edges = Edges::turn(page_len + queries);
+    let within = |data: Vec<T>| Memory::from(edges, &data, T::INPUT);
+    let k = within(pages(&part(|call| &call.k), d, page_len, &order));
+    let v = within(pages(&part(|call| &call.v), dv, page_len, &order));
     let store = |data, width| Heads::bhsd(data, [count, KV_HEADS, page_len, width]).unwrap();
-    let k = Paged::new(store(&k, d), &table, lengths).unwrap();
-    let v = Paged::new(store(&v, dv), &table, lengths).unwrap();
-    let q = part(|call| &call.q).concat();
-    let q = Heads::bhsd(&q, [lengths.len(), HEADS, queries, d]).unwrap();
-    let mut out = vec![7.0f32; lengths.len() * HEADS * queries * dv];
-    let view = HeadsMut::bhsd(&mut out, [lengths.len(), HEADS, queries, dv]).unwrap();
-    options.with(|options| multi_head(&q, &k, &v, view, &options.level(level))).unwrap();
+    let (table, lengths_in) = (Memory::from(edges, &table, u32::MAX), Memory::from(edges, lengths, usize::MAX));
+    let k = Paged::new(store(k.inner(), d), table.inner(), lengths_in.inner()).unwrap();
+    let v = Paged::new(store(v.inner(), dv), table.inner(), lengths_in.inner()).unwrap();
+    let q = Memory::from(edges, &part(|call| &call.q).concat(), f32::INPUT);
+    let q = Heads::bhsd(q.inner(), [lengths.len(), HEADS, queries, d]).unwrap();
+    let mut out = PoisonedList::<f32>::new(edges, lengths.len() * HEADS * queries * dv);
+    let view = HeadsMut::bhsd(out.slice(), [lengths.len(), HEADS, queries, dv]).unwrap();
+    options.within(edges, |options| multi_head(&q, &k, &v, view, &options.level(level))).unwrap();
+    let out = out.packed(format_args!("pages of {page_len}"));
     for (call, out) in calls.iter().zip(out.chunks(HEADS * queries * dv)) {
         let halves = |data: &[f32]| data.iter().map(|&x| T::from_f32_nearest(x)).collect::<Vec<T>>();
         let (k, v, mut alone) = (halves(&call.k), halves(&call.v), vec![0.0f32; out.len()]);

@@ -8,7 +8,7 @@ use half::{bf16, f16};
 use polyhead::softmax::{SoftmaxOptions, log_softmax, log_softmax_in_place, log_sum_exp, softmax, softmax_in_place};
 use polyhead::{Error, Level, Mask, Matrix, MatrixMut, reference};
 use proptest::prelude::*;
-use support::{Bits, Rng, assert_same_bits, levels};
+use support::{Bits, Edges, Memory, PoisonedList, Rng, assert_same_bits, cases_of_256, levels};
 
 const NI: f32 = f32::NEG_INFINITY;
 const INF: f32 = f32::INFINITY;
@@ -31,9 +31,9 @@ fn layouts([rows, columns]: [usize; 2]) -> [[usize; 2]; 5] {
     [[columns, 1], [columns + 3, 1], [1, rows], [1, rows + 2], [2 * columns + 1, 2]]
 }
 
-/// A matrix in some layout, with NaN around its elements that nothing else makes.
+/// A matrix in some layout, with NaN between its elements that nothing else makes, and edges in turn as the sizes go.
 struct Poisoned<T> {
-    data: Vec<T>,
+    data: Memory<T>,
     shape: [usize; 2],
     strides: [usize; 2],
 }
@@ -42,7 +42,9 @@ impl<T: Bits> Poisoned<T> {
     fn new(values: &[T], shape: [usize; 2], strides: [usize; 2]) -> Self {
         assert_eq!(values.len(), shape[0] * shape[1]);
         let last: usize = shape.iter().zip(strides).map(|(n, stride)| n.saturating_sub(1) * stride).sum();
-        let mut poisoned = Self { data: vec![T::OUTPUT; last + 40], shape, strides };
+        let len = if values.is_empty() { 0 } else { last + 1 };
+        let edges = Edges::turn(shape[0] + shape[1] + strides[0]);
+        let mut poisoned = Self { data: Memory::new(edges, len, T::OUTPUT), shape, strides };
         for (i, &x) in values.iter().enumerate() {
             let at = poisoned.at(i);
             poisoned.data[at] = x;
@@ -73,7 +75,7 @@ impl<T: Bits> Poisoned<T> {
         let places: Vec<usize> = (0..self.shape[0] * self.shape[1]).map(|i| self.at(i)).collect();
         let packed: Vec<T> = places.iter().map(|&at| core::mem::replace(&mut self.data[at], T::OUTPUT)).collect();
         assert!(packed.iter().all(|x| x.bits() != T::OUTPUT.bits()), "an element was not written");
-        assert!(self.data.iter().all(|x| x.bits() == T::OUTPUT.bits()), "something outside the view was written");
+        assert!(self.data.all().iter().all(|x| x.bits() == T::OUTPUT.bits()), "something outside the view was written");
         packed
     }
 }
@@ -96,9 +98,9 @@ fn apply_strided<T: Bits, U: Bits>(
         Form::Softmax => softmax(&x.view(), out.view_mut(), options).unwrap(),
         Form::LogSoftmax => log_softmax(&x.view(), out.view_mut(), options).unwrap(),
         Form::LogSumExp => {
-            let mut lse = vec![f32::OUTPUT; shape[0]];
-            log_sum_exp(&x.view(), &mut lse, options).unwrap();
-            return lse.into_iter().map(U::from_f32_nearest).collect();
+            let mut lse = PoisonedList::<f32>::new(Edges::turn(shape[0] + shape[1]), shape[0]);
+            log_sum_exp(&x.view(), lse.slice(), options).unwrap();
+            return lse.packed("lse").into_iter().map(U::from_f32_nearest).collect();
         }
     }
     out.packed()
@@ -354,9 +356,10 @@ fn check_types<T: Bits, O: Bits>(drawn: &Drawn, rounding: (f64, f64)) {
         [if one_row { 1 } else { rows }, if one_column { 1 } else { columns }]
     });
     let flags = rng.bools(mask_shape[0] * mask_shape[1], 0.6);
+    let flags = Memory::from(Edges::turn(seed as usize % 3), &flags, true);
     let mut options = SoftmaxOptions::new();
     if let Some((_, attend)) = mask {
-        let view = Matrix::contiguous(&flags, mask_shape).unwrap();
+        let view = Matrix::contiguous(flags.inner(), mask_shape).unwrap();
         options = options.mask(if attend { Mask::attend(view) } else { Mask::ignore(view) }.unwrap());
     }
     let seen = |row: usize| -> Option<Vec<bool>> {
@@ -385,7 +388,7 @@ fn check_types<T: Bits, O: Bits>(drawn: &Drawn, rounding: (f64, f64)) {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(200))]
+    #![proptest_config(cases_of_256(200))]
 
     #[test]
     fn f32_is_close_to_the_reference(drawn in drawn()) {

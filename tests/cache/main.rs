@@ -17,7 +17,7 @@ use polyhead::{
     Diagonal, Element, Error, Heads, HeadsMut, Options, Outputs, Paged, Ragged, Result, Sequences, Window, multi_head,
     multi_head_with,
 };
-use support::{Rng, assert_same_bits, levels};
+use support::{Bits, Edges, Memory, PoisonedList, Rng, assert_same_bits, levels};
 
 const MAX: usize = usize::MAX;
 const KV: KvShape = KvShape { num_kv_heads: 2, head_dim: 20, head_dim_v: 12 };
@@ -88,24 +88,40 @@ impl Chunk {
         self.starts[self.starts.len() - 1]
     }
 
+    /// Of what is read and written, in turn as the rows go.
+    fn edges(&self) -> Edges {
+        Edges::turn(self.rows())
+    }
+
     /// Calls `append` with the tokens of all sequences, of type `S`.
-    fn append<S: Element>(&self, append: impl FnOnce(&Ragged<'_, S>, &Ragged<'_, S>) -> Result<()>) {
+    fn append<S: Bits>(&self, append: impl FnOnce(&Ragged<'_, S>, &Ragged<'_, S>) -> Result<()>) {
         let mut all = Tokens::default();
         self.tokens.iter().for_each(|tokens| all.extend(tokens));
-        let [k, v] = all.converted::<S>();
-        let k = Ragged::packed(&k, [self.rows(), KV.num_kv_heads, KV.head_dim], &self.starts).expect("packed");
-        let v = Ragged::packed(&v, [self.rows(), KV.num_kv_heads, KV.head_dim_v], &self.starts).expect("packed");
+        let [k, v] = all.converted::<S>().map(|rows| Memory::from(self.edges(), &rows, S::INPUT));
+        let starts = Memory::from(self.edges(), &self.starts, usize::MAX);
+        let view = |rows, dim| Ragged::packed(rows, [self.rows(), KV.num_kv_heads, dim], starts.inner());
+        let k = view(k.inner(), KV.head_dim).expect("packed");
+        let v = view(v.inner(), KV.head_dim_v).expect("packed");
         append(&k, &v).expect("there is room");
     }
 
     /// Output (row, head, dim) and LSE (head, row) of an attention call.
     fn attend(&self, call: impl FnOnce(&Ragged<'_, f32>, Outputs<'_, f32>) -> Result<()>) -> [Vec<f32>; 2] {
-        let (mut out, mut lse) =
-            (vec![f32::NAN; self.rows() * HEADS * KV.head_dim_v], vec![f32::NAN; self.rows() * HEADS]);
-        let q = Ragged::packed(&self.q, [self.rows(), HEADS, KV.head_dim], &self.starts).expect("packed");
-        let view = HeadsMut::bshd(&mut out, [1, self.rows(), HEADS, KV.head_dim_v]).expect("packed");
-        call(&q, Outputs::new(view).lse(&mut lse)).expect("a good call");
-        [out, lse]
+        self.try_attend(call).expect("a good call")
+    }
+
+    /// The same, of a call that may refuse, and then writes nothing.
+    fn try_attend(&self, call: impl FnOnce(&Ragged<'_, f32>, Outputs<'_, f32>) -> Result<()>) -> Result<[Vec<f32>; 2]> {
+        let list = |len| PoisonedList::<f32>::new(self.edges(), len);
+        let (mut out, mut lse) = (list(self.rows() * HEADS * KV.head_dim_v), list(self.rows() * HEADS));
+        let q = Memory::from(self.edges(), &self.q, f32::INPUT);
+        let q = Ragged::packed(q.inner(), [self.rows(), HEADS, KV.head_dim], &self.starts).expect("packed");
+        let view = HeadsMut::bshd(out.slice(), [1, self.rows(), HEADS, KV.head_dim_v]).expect("packed");
+        let result = call(&q, Outputs::new(view).lse(lse.slice()));
+        if result.is_err() {
+            [&out, &lse].into_iter().for_each(|list| list.assert_untouched("refused"));
+        }
+        result.map(|()| [out.packed("out"), lse.packed("lse")])
     }
 
     /// The call of one sequence over its whole history.
@@ -182,7 +198,7 @@ fn plain<T: Element>(
 /// Chunks of three sequences: prompts of several lengths, single tokens, drafts, nothing.
 const CHUNKS: [[usize; 3]; 6] = [[130, 7, 0], [1, 1, 1], [1, 1, 16], [0, 20, 3], [1, 0, 1], [2, 130, 1]];
 
-fn in_place_and_paged_are_right<T: Element, S: Element>() {
+fn in_place_and_paged_are_right<T: Element, S: Bits>() {
     let rng = &mut Rng::new(17);
     let mut histories = vec![Tokens::default(); 3];
     let mut in_place = KvCache::<T>::new(KV, 3, 160).expect("memory");

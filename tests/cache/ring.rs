@@ -161,12 +161,7 @@ fn rings_refuse_what_they_cannot_do() {
     // Twelve queries of item 0, whose first saw tokens that are gone; none of item 1.
     let chunk = Chunk::random(&[12, 0], rng);
     let attend = |cache: &RingCache<f32>, chunk: &Chunk, options: &Options<'_>| {
-        let mut result = Ok(());
-        chunk.attend(|q, outputs| {
-            result = cache.attend_with(q, outputs, options);
-            Ok(())
-        });
-        result
+        chunk.try_attend(|q, outputs| cache.attend_with(q, outputs, options)).map(|_| ())
     };
     let none = Options::new();
     assert_eq!(attend(&cache, &chunk, &none), Err(Error::Overwritten { needed: 5, oldest: 14 }));

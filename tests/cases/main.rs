@@ -19,6 +19,7 @@ mod options;
 mod processors;
 mod scores;
 mod shapes;
+mod stress;
 mod table;
 mod threads;
 mod windows;

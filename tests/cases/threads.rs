@@ -83,8 +83,7 @@ fn a65_nested_calls_on_small_stacks() {
 }
 
 /// A panic of the caller's own code beside a call, on the same pool: the caller sees it, and pool and scratch work
-/// after it. (A panic inside a task has no hook: there is no code of the caller's in one, and none of ours that should
-/// panic.)
+/// after it. (Panics inside tasks need a hook: `src/parallel/panics.rs`.)
 #[test]
 fn a66_panic_beside_a_call() {
     let (operands, expected) = work();

@@ -289,18 +289,20 @@ fn check<T1: Bits, T2: Bits>(node: &Node, expected: &Expected, level: Level) {
     let (q_shape, k_all, v_all) = (oracle::q_shape(&s), oracle::k_shape(&s), oracle::v_shape(&s));
     let (k_past, v_past) = (with_seq(k_all, past), with_seq(v_all, past));
     let (k_new, v_new) = (with_seq(k_all, s.seqlen_k - past), with_seq(v_all, s.seqlen_k - past));
-    let q = PoisonedInput::<T1>::new(&rounded(&call.q), q_shape, places[0]);
-    let k = PoisonedInput::<T1>::new(&rows(&call.k, k_all, past..s.seqlen_k), k_new, places[1]);
-    let v = PoisonedInput::<T2>::new(&rows(&call.v, v_all, past..s.seqlen_k), v_new, places[2]);
-    let past_key = PoisonedInput::<T1>::new(&rows(&call.k, k_all, 0..past), k_past, Arrangement::RowGaps(1));
-    let past_value = PoisonedInput::<T2>::new(&rows(&call.v, v_all, 0..past), v_past, Arrangement::Bhsd);
+    let edges = call.edges;
+    let q = PoisonedInput::<T1>::within(edges, &rounded(&call.q), q_shape, places[0]);
+    let k = PoisonedInput::<T1>::within(edges, &rows(&call.k, k_all, past..s.seqlen_k), k_new, places[1]);
+    let v = PoisonedInput::<T2>::within(edges, &rows(&call.v, v_all, past..s.seqlen_k), v_new, places[2]);
+    let past_key = PoisonedInput::<T1>::within(edges, &rows(&call.k, k_all, 0..past), k_past, Arrangement::RowGaps(1));
+    let past_value = PoisonedInput::<T2>::within(edges, &rows(&call.v, v_all, 0..past), v_past, Arrangement::Bhsd);
     let out_shape = oracle::out_shape(&s);
-    let mut y = PoisonedOutput::<T1>::new(out_shape, places[3]);
+    let mut y = PoisonedOutput::<T1>::within(edges, out_shape, places[3]);
     let present = if *rank == 3 { Arrangement::Bhsd } else { places[3] };
-    let mut present_key = PoisonedOutput::<T1>::new(k_all, present);
-    let mut present_value = PoisonedOutput::<T2>::new(v_all, Arrangement::Bhsd);
+    let mut present_key = PoisonedOutput::<T1>::within(edges, k_all, present);
+    let mut present_value = PoisonedOutput::<T2>::within(edges, v_all, Arrangement::Bhsd);
     let scores = [s.batch, s.num_heads, s.seqlen_q, s.seqlen_k];
-    let mut qk = PoisonedOutput::<T1>::new(scores, if *rank == 3 { Arrangement::RowGaps(3) } else { places[0] });
+    let mut qk =
+        PoisonedOutput::<T1>::within(edges, scores, if *rank == 3 { Arrangement::RowGaps(3) } else { places[0] });
 
     let mut inputs = Inputs::new(operand(&q, q_shape, *rank), operand(&k, k_new, *rank), operand(&v, v_new, *rank));
     if node.past.is_some() {

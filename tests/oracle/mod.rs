@@ -9,7 +9,9 @@ use core::fmt::Display;
 use half::{bf16, f16};
 use polyhead::{Element, Heads, HeadsMut, Level, Options, Outputs, Shape, multi_head, multi_head_with, reference};
 
-use crate::support::{Arrangement, Bits, PoisonedInput, PoisonedOutput, Rng, assert_same_bits, is_close};
+use crate::support::{
+    Arrangement, Bits, Edges, PoisonedInput, PoisonedList, PoisonedOutput, Rng, assert_same_bits, is_close,
+};
 pub(crate) use options::{BiasTable, MaskTable, Opts, table_shape};
 pub(crate) use tolerance::Expected;
 
@@ -129,6 +131,8 @@ pub(crate) struct Call {
     pub(crate) v: Vec<f32>,
     pub(crate) options: Opts,
     pub(crate) places: Places,
+    /// Of all memory that the call reads or writes.
+    pub(crate) edges: Edges,
 }
 
 /// What came out, packed; halves as the `f32` of the same value.
@@ -161,7 +165,7 @@ pub(crate) fn out_shape(s: &Shape) -> [usize; 4] {
 }
 
 impl Call {
-    /// Normal operands, no option, memory with gaps.
+    /// Normal operands, no option, memory with gaps; edges in turn, as the sizes go.
     pub(crate) fn random(shape: Shape, types: [Dtype; 4], rng: &mut Rng) -> Self {
         let mut normals = |shape: [usize; 4], dtype: Dtype| -> Vec<f32> {
             (0..shape.iter().product()).map(|_| dtype.round(rng.normal())).collect()
@@ -175,7 +179,9 @@ impl Call {
         if shape.head_dim == 0 {
             options.scale = Some(1.0);
         }
-        Self { shape, types, q, k, v, options, places: Places::GAPS }
+        let Shape { seqlen_q, seqlen_k, head_dim, head_dim_v, .. } = shape;
+        let edges = Edges::turn(seqlen_q + seqlen_k + head_dim + head_dim_v);
+        Self { shape, types, q, k, v, options, places: Places::GAPS, edges }
     }
 
     /// q = 0 and V = 1, 2, 3, ... in every column of every head: each output is the mean of the keys seen, counted from 1.
@@ -276,37 +282,23 @@ impl Call {
     }
 }
 
-/// A slice with NaN around it, for the LSE.
-fn poisoned_list(len: usize) -> Vec<f32> {
-    vec![<f32 as Bits>::OUTPUT; len + 12]
-}
-
-fn unpoison(list: Vec<f32>, context: &dyn Display) -> Vec<f32> {
-    let poison = <f32 as Bits>::OUTPUT.to_bits();
-    let (before, rest) = list.split_at(5);
-    let (inner, after) = rest.split_at(rest.len() - 7);
-    assert!(before.iter().chain(after).all(|x| x.to_bits() == poison), "{context}: written beside the LSE");
-    assert!(inner.iter().all(|x| x.to_bits() != poison), "{context}: an LSE was not written");
-    inner.to_vec()
-}
-
 fn run<Q: Bits, K: Bits, V: Bits, O: Bits>(call: &Call, level: Level, wanted: Wanted) -> Results {
-    fn input<T: Bits>(data: &[f32], shape: [usize; 4], place: Arrangement) -> PoisonedInput<T> {
+    fn input<T: Bits>(edges: Edges, data: &[f32], shape: [usize; 4], place: Arrangement) -> PoisonedInput<T> {
         let exact = |&x: &f32| T::from_f32_nearest(x);
-        PoisonedInput::new(&data.iter().map(exact).collect::<Vec<T>>(), shape, place)
+        PoisonedInput::within(edges, &data.iter().map(exact).collect::<Vec<T>>(), shape, place)
     }
-    let Call { shape, places, .. } = call;
-    let q = input::<Q>(&call.q, q_shape(shape), places.q);
-    let k = input::<K>(&call.k, k_shape(shape), places.k);
-    let v = input::<V>(&call.v, v_shape(shape), places.v);
-    let mut out = PoisonedOutput::<O>::new(out_shape(shape), places.out);
+    let &Call { ref shape, places, edges, .. } = call;
+    let q = input::<Q>(edges, &call.q, q_shape(shape), places.q);
+    let k = input::<K>(edges, &call.k, k_shape(shape), places.k);
+    let v = input::<V>(edges, &call.v, v_shape(shape), places.v);
+    let mut out = PoisonedOutput::<O>::within(edges, out_shape(shape), places.out);
     let planes = if wanted == Wanted::Averaged { 1 } else { shape.num_heads };
-    let mut weights = PoisonedOutput::<f32>::new([shape.batch, planes, shape.seqlen_q, shape.seqlen_k], places.weights);
-    let mut lse = poisoned_list(shape.batch * shape.num_heads * shape.seqlen_q);
-    let inner = 5..lse.len() - 7;
+    let weights_shape = [shape.batch, planes, shape.seqlen_q, shape.seqlen_k];
+    let mut weights = PoisonedOutput::<f32>::within(edges, weights_shape, places.weights);
+    let mut lse = PoisonedList::<f32>::new(edges, shape.batch * shape.num_heads * shape.seqlen_q);
     let mut outputs = Outputs::new(out.view());
     if wanted != Wanted::Out {
-        outputs = outputs.lse(&mut lse[inner]);
+        outputs = outputs.lse(lse.slice());
     }
     match wanted {
         Wanted::Weights => outputs = outputs.weights(weights.view()),
@@ -314,7 +306,7 @@ fn run<Q: Bits, K: Bits, V: Bits, O: Bits>(call: &Call, level: Level, wanted: Wa
         _ => {}
     }
     call.options
-        .with(|options| multi_head_with(&q.view(), &k.view(), &v.view(), outputs, &options.level(level)))
+        .within(edges, |options| multi_head_with(&q.view(), &k.view(), &v.view(), outputs, &options.level(level)))
         .unwrap_or_else(|error| panic!("{error}: {:?} {:?}", call.shape, call.options));
     let context = format!("{} {wanted:?} {:?} {:?}", level.name(), call.types, call.shape);
     let has_weights = matches!(wanted, Wanted::Weights | Wanted::Averaged);
@@ -323,7 +315,7 @@ fn run<Q: Bits, K: Bits, V: Bits, O: Bits>(call: &Call, level: Level, wanted: Wa
     }
     Results {
         out: out.packed(&context).into_iter().map(Element::to_f32).collect(),
-        lse: if wanted == Wanted::Out { Vec::new() } else { unpoison(lse, &context) },
+        lse: if wanted == Wanted::Out { Vec::new() } else { lse.packed(format_args!("{context}: lse")) },
         weights: if has_weights { weights.packed(&context) } else { Vec::new() },
     }
 }

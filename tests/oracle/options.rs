@@ -2,7 +2,7 @@ use core::fmt;
 
 use polyhead::{Bias, Diagonal, Mask, Options, Shape, View, Window};
 
-use crate::support::{Arrangement, PoisonedInput, Rng};
+use crate::support::{Arrangement, Bits, Edges, Memory, PoisonedInput, Rng};
 
 /// A boolean mask, packed; its axes are 1 or those of the scores.
 #[derive(Clone)]
@@ -71,13 +71,15 @@ impl MaskTable {
         Self { values, shape: [1, 1, l, s], attend: true }
     }
 
-    /// Storage with gaps after each row and head, which say "seen", and its strides.
-    fn storage(&self) -> (Vec<bool>, [usize; 4]) {
+    /// Storage with gaps between rows and between heads, which say "seen", and its strides.
+    fn storage(&self, edges: Edges) -> (Memory<bool>, [usize; 4]) {
         const GAP: usize = 2;
         let [b, h, l, s] = self.shape;
         let row = s + GAP;
         let head = l * row + GAP;
-        let mut storage = vec![self.attend; b * h * head];
+        // Up to the last element.
+        let len = if self.values.is_empty() { 0 } else { b * h * head - 2 * GAP };
+        let mut storage = Memory::new(edges, len, self.attend);
         for (at, &value) in self.values.iter().enumerate() {
             storage[at / s / l * head + at / s % l * row + at % s] = value;
         }
@@ -97,10 +99,20 @@ impl BiasTable {
 }
 
 impl Opts {
-    /// Calls `f` with the options, their tables in poisoned memory.
+    /// Calls `f` with the options, their tables among foreign elements.
     pub(crate) fn with<R>(&self, f: impl FnOnce(&Options<'_>) -> R) -> R {
-        let mask = self.mask.as_ref().map(|mask| (mask.storage(), mask.shape, mask.attend));
-        let bias = self.bias.as_ref().map(|bias| PoisonedInput::new(&bias.values, bias.shape, Arrangement::RowGaps(3)));
+        self.within(Edges::Foreign, f)
+    }
+
+    /// Calls `f` with the options, their tables and lists in memory with these edges.
+    pub(crate) fn within<R>(&self, edges: Edges, f: impl FnOnce(&Options<'_>) -> R) -> R {
+        let mask = self.mask.as_ref().map(|mask| (mask.storage(edges), mask.shape, mask.attend));
+        let bias = self.bias.as_ref();
+        let bias = bias.map(|bias| PoisonedInput::within(edges, &bias.values, bias.shape, Arrangement::RowGaps(3)));
+        let list = |values: &[f32]| Memory::from(edges, values, f32::INPUT);
+        let lengths = self.key_lengths.as_ref().map(|lengths| Memory::from(edges, lengths, usize::MAX));
+        let alibi = self.alibi.as_ref().map(|(slopes, diagonal)| (list(slopes), *diagonal));
+        let sinks = self.sinks.as_ref().map(|sinks| list(sinks));
         let mut options = Options::new();
         if let Some(scale) = self.scale {
             options = options.softmax_scale(scale);
@@ -111,8 +123,8 @@ impl Opts {
         if let Some(window) = self.window {
             options = options.window(window).keep_first(self.keep_first);
         }
-        if let Some(lengths) = &self.key_lengths {
-            options = options.key_lengths(lengths);
+        if let Some(lengths) = &lengths {
+            options = options.key_lengths(lengths.inner());
         }
         if let Some(((storage, strides), shape, attend)) = &mask {
             let view = View::with_strides(storage, *shape, *strides).expect("the storage holds the mask");
@@ -122,14 +134,14 @@ impl Opts {
         if let Some(bias) = &bias {
             options = options.bias(Bias::new(bias.view()).expect("four axes"));
         }
-        if let Some((slopes, diagonal)) = &self.alibi {
-            options = options.alibi(slopes, *diagonal);
+        if let Some((slopes, diagonal)) = &alibi {
+            options = options.alibi(slopes.inner(), *diagonal);
         }
         if let Some(cap) = self.softcap {
             options = options.softcap(cap);
         }
-        if let Some(sinks) = &self.sinks {
-            options = options.sinks(sinks);
+        if let Some(sinks) = &sinks {
+            options = options.sinks(sinks.inner());
         }
         f(&options)
     }

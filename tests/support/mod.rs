@@ -2,6 +2,7 @@
 #![allow(dead_code, unused_imports, reason = "no test uses all of it")]
 
 mod golden;
+pub(crate) mod guarded;
 mod poison;
 mod rng;
 
@@ -9,9 +10,11 @@ use core::fmt::Display;
 use std::sync::Once;
 
 use polyhead::Level;
+use proptest::test_runner::Config as ProptestConfig;
 
 pub(crate) use golden::{Golden, Tensor};
-pub(crate) use poison::{Arrangement, Bits, PoisonedInput, PoisonedOutput};
+pub(crate) use guarded::{Edges, Memory};
+pub(crate) use poison::{Arrangement, Bits, PoisonedInput, PoisonedList, PoisonedOutput};
 pub(crate) use rng::Rng;
 
 /// Every level that can be tested here. Says aloud which cannot.
@@ -33,6 +36,13 @@ pub(crate) fn levels() -> &'static [Level] {
         assert!(named(name), "POLYHEAD_REQUIRE_LEVELS asks for {name}, available are {available:?}");
     }
     available
+}
+
+/// Of 256 cases, which is what there are unless `PROPTEST_CASES` says otherwise, so many.
+pub(crate) fn cases_of_256(share: u32) -> ProptestConfig {
+    let default = ProptestConfig::default();
+    // Failures are printed whole; they leave no file.
+    ProptestConfig { cases: (default.cases * share).div_ceil(256), failure_persistence: None, ..default }
 }
 
 /// Whether `|actual - expected| <= atol + rtol * |expected|`; NaN equals NaN, an infinity only itself.

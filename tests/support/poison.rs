@@ -3,6 +3,8 @@ use core::fmt::Display;
 use half::{bf16, f16};
 use polyhead::{Element, Heads, HeadsMut, Matrix, MatrixMut};
 
+use super::guarded::{Edges, Memory};
+
 /// Bits of an element, and two NaN that nothing else makes: one around inputs, one in and around outputs.
 pub(crate) trait Bits: Element {
     const INPUT: Self;
@@ -85,28 +87,24 @@ impl Arrangement {
     }
 }
 
-/// Foreign elements before the view, an odd number so that no row is aligned, and after it, more than a vector or a
-/// tile reads.
-const BEFORE: usize = 7;
-const AFTER: usize = 130;
-
-/// Position of an element in the storage, and its index, in the order of a packed tensor.
+/// Position of an element, counted from the first of the view, and its index, in the order of a packed tensor.
 fn positions(shape: [usize; 4], strides: [usize; 4]) -> impl Iterator<Item = usize> {
     let [b, h, s, d] = shape;
     (0..b * h * s * d).map(move |at| {
         let index = [at / d / s / h, at / d / s % h, at / d % s, at % d];
-        BEFORE + index.iter().zip(strides).map(|(i, stride)| i * stride).sum::<usize>()
+        index.iter().zip(strides).map(|(i, stride)| i * stride).sum::<usize>()
     })
 }
 
-fn storage_len(shape: [usize; 4], strides: [usize; 4]) -> usize {
-    BEFORE + AFTER + positions(shape, strides).max().map_or(0, |last| last + 1 - BEFORE)
+/// From the first element of the view to the last.
+fn reach(shape: [usize; 4], strides: [usize; 4]) -> usize {
+    positions(shape, strides).max().map_or(0, |last| last + 1)
 }
 
-/// An input in some arrangement, with NaN between its elements, before and after.
+/// An input in some arrangement, with NaN between its elements, and [`Edges`] around them.
 #[derive(Clone, Debug)]
 pub(crate) struct PoisonedInput<T> {
-    storage: Vec<T>,
+    storage: Memory<T>,
     shape: [usize; 4],
     strides: [usize; 4],
 }
@@ -115,9 +113,14 @@ impl<T: Bits> PoisonedInput<T> {
     /// From a packed (batch, heads, seq, dim) tensor. For a broadcast only the first head, or item, counts:
     /// [`packed`](Self::packed) gives the tensor that results.
     pub(crate) fn new(packed: &[T], shape: [usize; 4], arrangement: Arrangement) -> Self {
+        Self::within(Edges::Foreign, packed, shape, arrangement)
+    }
+
+    /// As [`new`](Self::new), with edges of choice.
+    pub(crate) fn within(edges: Edges, packed: &[T], shape: [usize; 4], arrangement: Arrangement) -> Self {
         assert_eq!(packed.len(), shape.iter().product::<usize>());
         let strides = arrangement.strides(shape);
-        let mut storage = vec![T::INPUT; storage_len(shape, strides)];
+        let mut storage = Memory::new(edges, reach(shape, strides), T::INPUT);
         // Backwards: of several elements in one place the first stays.
         let places: Vec<usize> = positions(shape, strides).collect();
         for (&place, &value) in places.iter().zip(packed).rev() {
@@ -127,18 +130,18 @@ impl<T: Bits> PoisonedInput<T> {
     }
 
     pub(crate) fn view(&self) -> Heads<'_, T> {
-        Heads::with_strides(&self.storage[BEFORE..], self.shape, self.strides).expect("the storage holds the view")
+        Heads::with_strides(&self.storage, self.shape, self.strides).expect("the storage holds the view")
     }
 
     /// The storage from the view's first element on, and the view's strides.
     pub(crate) fn parts(&self) -> (&[T], [usize; 4]) {
-        (&self.storage[BEFORE..], self.strides)
+        (&self.storage, self.strides)
     }
 
     /// The first head.
     pub(crate) fn matrix(&self) -> Matrix<'_, T> {
         let ([_, _, s, d], [_, _, down, across]) = (self.shape, self.strides);
-        Matrix::with_strides(&self.storage[BEFORE..], [s, d], [down, across]).expect("the storage holds the view")
+        Matrix::with_strides(&self.storage, [s, d], [down, across]).expect("the storage holds the view")
     }
 
     /// The elements of the view, packed.
@@ -150,7 +153,7 @@ impl<T: Bits> PoisonedInput<T> {
 /// An output in some arrangement, full of NaN that no arithmetic makes.
 #[derive(Clone, Debug)]
 pub(crate) struct PoisonedOutput<T> {
-    storage: Vec<T>,
+    storage: Memory<T>,
     shape: [usize; 4],
     strides: [usize; 4],
 }
@@ -159,28 +162,31 @@ impl<T: Bits> PoisonedOutput<T> {
     /// # Panics
     /// For a broadcast.
     pub(crate) fn new(shape: [usize; 4], arrangement: Arrangement) -> Self {
+        Self::within(Edges::Foreign, shape, arrangement)
+    }
+
+    /// As [`new`](Self::new), with edges of choice.
+    pub(crate) fn within(edges: Edges, shape: [usize; 4], arrangement: Arrangement) -> Self {
         let strides = arrangement.strides(shape);
         assert!(
             Arrangement::DISTINCT.iter().any(|a| core::mem::discriminant(a) == core::mem::discriminant(&arrangement))
         );
-        Self { storage: vec![T::OUTPUT; storage_len(shape, strides)], shape, strides }
+        Self { storage: Memory::new(edges, reach(shape, strides), T::OUTPUT), shape, strides }
     }
 
     pub(crate) fn view(&mut self) -> HeadsMut<'_, T> {
-        HeadsMut::with_strides(&mut self.storage[BEFORE..], self.shape, self.strides)
-            .expect("the storage holds the view")
+        HeadsMut::with_strides(&mut self.storage, self.shape, self.strides).expect("the storage holds the view")
     }
 
     /// As [`PoisonedInput::parts`].
     pub(crate) fn parts(&mut self) -> (&mut [T], [usize; 4]) {
-        (&mut self.storage[BEFORE..], self.strides)
+        (&mut self.storage, self.strides)
     }
 
     /// The first head.
     pub(crate) fn matrix(&mut self) -> MatrixMut<'_, T> {
         let ([_, _, s, d], [_, _, down, across]) = (self.shape, self.strides);
-        MatrixMut::with_strides(&mut self.storage[BEFORE..], [s, d], [down, across])
-            .expect("the storage holds the view")
+        MatrixMut::with_strides(&mut self.storage, [s, d], [down, across]).expect("the storage holds the view")
     }
 
     /// The elements of the view, packed.
@@ -189,23 +195,56 @@ impl<T: Bits> PoisonedOutput<T> {
     /// If one of them was not written, or anything outside the view was.
     #[track_caller]
     pub(crate) fn packed(&self, context: impl Display) -> Vec<T> {
-        let mut outside = self.storage.clone();
+        let mut between = self.storage.inner().to_vec();
         let untouched = T::OUTPUT.bits();
         let read = |(i, place): (usize, usize)| {
             assert_ne!(self.storage[place].bits(), untouched, "{context}: element {i} was not written");
-            outside[place] = T::OUTPUT;
+            between[place] = T::OUTPUT;
             self.storage[place]
         };
         let packed = positions(self.shape, self.strides).enumerate().map(read).collect();
-        let touched = outside.iter().position(|x| x.bits() != untouched);
-        assert_eq!(touched, None, "{context}: an element outside the view was written ({BEFORE} are before it)");
+        let touched = between.iter().position(|x| x.bits() != untouched);
+        assert_eq!(touched, None, "{context}: an element between those of the view was written");
+        self.storage.assert_outside(|x| x.bits() == untouched, context);
         packed
     }
 
     /// That nothing at all was written, as on an error.
     #[track_caller]
     pub(crate) fn assert_untouched(&self, context: impl Display) {
-        let touched = self.storage.iter().position(|x| x.bits() != T::OUTPUT.bits());
+        let touched = self.storage.all().iter().position(|x| x.bits() != T::OUTPUT.bits());
+        assert_eq!(touched, None, "{context}: written to");
+    }
+}
+
+/// A slice in [`Edges`] to be written: NaN that no arithmetic makes.
+#[derive(Clone, Debug)]
+pub(crate) struct PoisonedList<T>(Memory<T>);
+
+impl<T: Bits> PoisonedList<T> {
+    pub(crate) fn new(edges: Edges, len: usize) -> Self {
+        Self(Memory::new(edges, len, T::OUTPUT))
+    }
+
+    pub(crate) fn slice(&mut self) -> &mut [T] {
+        self.0.inner_mut()
+    }
+
+    /// Its elements.
+    ///
+    /// # Panics
+    /// If one of them was not written, or anything outside was.
+    #[track_caller]
+    pub(crate) fn packed(&self, context: impl Display) -> Vec<T> {
+        let missing = self.0.inner().iter().position(|x| x.bits() == T::OUTPUT.bits());
+        assert_eq!(missing, None, "{context}: an element was not written");
+        self.0.assert_outside(|x| x.bits() == T::OUTPUT.bits(), context);
+        self.0.inner().to_vec()
+    }
+    /// As [`PoisonedOutput::assert_untouched`].
+    #[track_caller]
+    pub(crate) fn assert_untouched(&self, context: impl Display) {
+        let touched = self.0.all().iter().position(|x| x.bits() != T::OUTPUT.bits());
         assert_eq!(touched, None, "{context}: written to");
     }
 }

@@ -3,14 +3,19 @@
 use polyhead::gemm::{GemmElement, gemm};
 use polyhead::{Matrices, MatricesMut, Matrix, MatrixMut, reference};
 
+use crate::support::{Edges, Memory};
+
 /// What the tests need of an element beyond the crate's trait.
 pub(crate) trait Float: GemmElement + From<f32> + Into<f64> {
     const EPSILON: f64;
+    /// A NaN that nothing else makes.
+    const FOREIGN: Self;
     fn of(x: f64) -> Self;
     fn bits(self) -> u64;
 }
 impl Float for f32 {
     const EPSILON: f64 = f32::EPSILON as f64;
+    const FOREIGN: Self = f32::from_bits(0x7fc0_1bad);
     fn of(x: f64) -> Self {
         x as f32
     }
@@ -20,6 +25,7 @@ impl Float for f32 {
 }
 impl Float for f64 {
     const EPSILON: f64 = f64::EPSILON;
+    const FOREIGN: Self = f64::from_bits(0x7ff8_0000_0000_1bad);
     fn of(x: f64) -> Self {
         x
     }
@@ -67,10 +73,10 @@ pub(crate) const ALL: [Lies; 8] = [
     Lies::SameColumns,
 ];
 
-/// An array surrounded, and between its elements filled, by NaN.
+/// An array with NaN between its elements, and edges in turn as the sizes go.
 #[derive(Clone)]
 pub(crate) struct Stored<T> {
-    pub(crate) data: Vec<T>,
+    pub(crate) data: Memory<T>,
     pub(crate) shape: [usize; 3],
     pub(crate) strides: [usize; 3],
 }
@@ -90,7 +96,9 @@ impl<T: Float> Stored<T> {
         };
         let reach: usize =
             shape.iter().zip(strides).map(|(&size, stride)| size.max(1).saturating_sub(1) * stride).sum();
-        let mut stored = Self { data: vec![T::of(f64::NAN); reach + 7], shape, strides };
+        let len = if shape.contains(&0) { 0 } else { reach + 1 };
+        let edges = Edges::turn(r + c + lies as usize);
+        let mut stored = Self { data: Memory::new(edges, len, T::FOREIGN), shape, strides };
         for index in stored.indices() {
             let at = stored.at(index);
             stored.data[at] = T::of(value());
@@ -167,6 +175,7 @@ pub(crate) fn check<T: Float>(alpha: T, a: &Stored<T>, b: &Stored<T>, beta: T, b
         }
     }
     assert!(expected_bits == bits(&c.data), "wrote outside of the view");
+    c.data.assert_outside(|x| x.bits() == T::FOREIGN.bits(), "C");
 }
 
 /// Packed operands of noise for a single product.
