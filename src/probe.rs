@@ -194,7 +194,8 @@ mod tests {
 
     #[test]
     fn functions_are_what_they_are_called() {
-        let functions: [(Function, fn(f64) -> f64); 4] = [
+        type Exact = fn(f64) -> f64;
+        let functions: [(Function, Exact); 4] = [
             (Function::Exp, f64::exp),
             (Function::ExpNonpositive, f64::exp),
             (Function::Exp2Nonpositive, f64::exp2),
