@@ -230,6 +230,7 @@ fn calls() -> Vec<(&'static str, Call)> {
 /// A thousand calls with a panic in one of their tasks, all tasks of each kind of call on each pool in turn, and as many
 /// without.
 #[test]
+#[cfg_attr(target_family = "wasm", ignore = "no threads there, and a panic ends the process")]
 fn a_panic_in_a_task_is_the_callers_and_breaks_nothing() {
     watched(|| {
         const ROUNDS: usize = 31;
@@ -261,6 +262,7 @@ fn a_panic_in_a_task_is_the_callers_and_breaks_nothing() {
 /// A thousand calls of one plan and one layer from many threads, through pools inside pools, every seventh with a panic in a
 /// task: each call gives the panic or the exact bits.
 #[test]
+#[cfg_attr(target_family = "wasm", ignore = "no threads there, and a panic ends the process")]
 fn panics_among_nested_calls_stay_with_their_calls() {
     watched(|| {
         let (operands, x, layer) = (Operands::new(LENGTHS[0]), numbers(130 * 96), layer());
