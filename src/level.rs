@@ -27,12 +27,20 @@ pub enum Level {
     Avx2,
     /// x86-64 with AVX-512 F, BW, DQ and VL besides.
     Avx512,
+    /// x86-64 with AMX tiles of bf16 (Intel, since Sapphire Rapids) besides, if the operating system grants them: on Linux.
+    Amx,
     /// aarch64 with NEON.
     Neon,
 }
 
+/// The lanes that level `Amx` has beside its tiles.
+#[cfg(all(target_arch = "x86_64", not(polyhead_emulated_matrix)))]
+type MatrixLanes = Avx512;
+#[cfg(all(target_arch = "x86_64", polyhead_emulated_matrix))]
+type MatrixLanes = Avx2;
+
 impl Level {
-    const ALL: [Self; 4] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Neon];
+    const ALL: [Self; 5] = [Self::Portable, Self::Avx2, Self::Avx512, Self::Amx, Self::Neon];
 
     /// The best level of this machine, lowered to what the environment variable `POLYHEAD_MAX_LEVEL` names when the first call
     /// reads it. A name that is no level's lowers it to `Portable`: a typing error can cost speed but not run what the machine
@@ -57,6 +65,7 @@ impl Level {
             Self::Portable => "portable",
             Self::Avx2 => "avx2",
             Self::Avx512 => "avx512",
+            Self::Amx => "amx",
             Self::Neon => "neon",
         }
     }
@@ -73,6 +82,8 @@ impl Level {
             Self::Avx2 => Avx2::new().is_some(),
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => Avx512::new().is_some(),
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => MatrixLanes::with_matrix().is_some(),
             #[cfg(all(target_arch = "aarch64", target_feature = "neon"))]
             Self::Neon => true,
             #[allow(unreachable_patterns, reason = "what is left depends on the target")]
@@ -84,6 +95,9 @@ impl Level {
     pub(crate) fn dispatch<O: Op>(self, op: O) -> O::Output {
         #[cfg(target_arch = "x86_64")]
         {
+            if let (Self::Amx, Some(lanes)) = (self, MatrixLanes::with_matrix()) {
+                return op.run(lanes);
+            }
             if let (Self::Avx512, Some(lanes)) = (self, Avx512::new()) {
                 return op.run(lanes);
             }
@@ -106,6 +120,8 @@ impl Level {
             Self::Avx2 => Avx2::LANES,
             #[cfg(target_arch = "x86_64")]
             Self::Avx512 => Avx512::LANES,
+            #[cfg(target_arch = "x86_64")]
+            Self::Amx => MatrixLanes::LANES,
             #[cfg(all(target_arch = "aarch64", target_feature = "neon"))]
             Self::Neon => Neon::LANES,
             #[allow(unreachable_patterns, reason = "what is left depends on the target")]

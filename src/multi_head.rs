@@ -6,10 +6,11 @@ use core::fmt;
 use std::cell::Cell;
 
 use crate::kernel::blocking::is_few;
+use crate::kernel::matrix::MAX_TERMS;
 use crate::problem::{Problem, check_shape, packed_len};
 use crate::view::WeightsOut;
 use crate::{Element, Error, HeadsMut, Level, Options, Result, Sequences};
-use run::{Prepared, Workspace};
+use run::{Prepared, Workspace, terms};
 
 /// Fused multi-head attention: `out = softmax(softmax_scale * q k^T) v` for every head of every batch item, with everything
 /// that [`Options`] adds.
@@ -189,7 +190,8 @@ fn run<O: Element>(
         return Ok(());
     }
     let weights = outputs.weights.as_ref().map(|weights| weights.averaged);
-    let prepared = workspace.prepare(&problem, starts, level, weights)?;
+    let terms = terms(&operands, options.precision);
+    let prepared = workspace.prepare(&problem, starts, level, weights, terms)?;
     workspace.execute(&problem, &prepared, operands, outputs);
     Ok(())
 }
@@ -261,7 +263,8 @@ impl<'o> MultiHead<'o> {
         let [q, k, v] = shape.operands();
         let level = Level::resolve(options.level)?;
         let problem = Problem::new(q, k, v, options)?;
-        let prepared = workspace.prepare(&problem, None, level, None)?;
+        // Operands of any type: the most memory.
+        let prepared = workspace.prepare(&problem, None, level, None, MAX_TERMS)?;
         let explanation = Explanation::new(&problem, &prepared, &workspace);
         Ok(Self { shape, options: *options, workspace, explanation })
     }

@@ -2,7 +2,7 @@
 
 use wide::{bytemuck, f32x4, i32x4};
 
-use crate::kernel::{Lanes, Op};
+use crate::kernel::{Lanes, NoMatrix, Op};
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Portable;
@@ -16,6 +16,7 @@ impl Lanes for Portable {
     const LANES: usize = 4;
     // 12 accumulators, two operands, a broadcast and its product: the 16 registers of SSE2.
     const MR: usize = 6;
+    type Matrix = NoMatrix;
 
     #[inline(always)]
     fn vectorize<O: Op>(self, op: O) -> O::Output {

@@ -38,12 +38,15 @@ pub(crate) const PIECES: usize = 16;
 pub(crate) struct Blocking<'a> {
     pub(crate) grid: Grid<'a>,
     pub(crate) lanes: usize,
-    /// Rows of a pass at the most.
+    /// Rows of a pass at the most, and if there are enough of them.
     rows: usize,
+    block_rows: usize,
     /// Multiples of `lanes`.
     pub(crate) head_dim_padded: usize,
     pub(crate) head_dim_v_padded: usize,
     pub(crate) block_k: usize,
+    /// Terms of bf16 that operands become on matrix tiles; 0 if no sequence comes there.
+    pub(crate) terms: usize,
 }
 
 impl<'a> Blocking<'a> {
@@ -53,10 +56,13 @@ impl<'a> Blocking<'a> {
         starts: Option<&'a [usize]>,
         lanes: usize,
         averaged_weights: bool,
+        terms: usize,
     ) -> Result<Self> {
-        let queries = problem.seqlen_q.clamp(1, BLOCK_ROWS);
+        let terms = if worth_matrix(problem, problem.seqlen_q) { terms } else { 0 };
+        let block_rows = if terms == 0 { BLOCK_ROWS } else { matrix_rows(problem) };
+        let queries = problem.seqlen_q.clamp(1, block_rows);
         let group = problem.group.max(1);
-        let heads_per_pass = heads_per_pass(problem.seqlen_q, group);
+        let heads_per_pass = heads_per_pass(problem.seqlen_q, group, block_rows);
         let whole = problem.num_heads.max(1);
         let (group, heads) = match starts {
             _ if averaged_weights => (whole, whole),
@@ -87,11 +93,23 @@ impl<'a> Blocking<'a> {
         Ok(Self {
             grid,
             lanes,
-            rows: queries.saturating_mul(problem.group.max(1)).min(BLOCK_ROWS),
+            rows: queries.saturating_mul(problem.group.max(1)).min(block_rows),
+            block_rows,
             head_dim_padded: padded(problem.head_dim)?,
             head_dim_v_padded: padded(problem.head_dim_v)?,
             block_k: problem.seqlen_k.clamp(1, block_k).next_multiple_of(lanes),
+            terms,
         })
+    }
+
+    /// Heads of a group that one pass over K and V serves, for a sequence of so many queries.
+    pub(crate) fn heads_per_pass(&self, queries: usize, group: usize) -> usize {
+        heads_per_pass(queries, group, self.block_rows)
+    }
+
+    /// Whether a sequence's products are taken on matrix tiles: a matter of its own shape, as its bits are.
+    pub(crate) fn on_matrix(&self, problem: &Problem<'_>, batch: usize) -> bool {
+        self.terms > 0 && worth_matrix(problem, problem.query_length(batch))
     }
 
     /// Queries of a full tile: two vectors.
@@ -126,10 +144,27 @@ impl<'a> Blocking<'a> {
     }
 }
 
-/// Heads of a group that one pass over K and V serves, for a sequence of so many queries.
-pub(crate) fn heads_per_pass(queries: usize, group: usize) -> usize {
-    (BLOCK_ROWS / queries.clamp(1, BLOCK_ROWS)).clamp(1, group.max(1))
+fn heads_per_pass(queries: usize, group: usize, block_rows: usize) -> usize {
+    (block_rows / queries.clamp(1, block_rows)).clamp(1, group.max(1))
 }
+
+/// Whether so many queries make up for bringing keys and values into matrix tiles. From a model, not measured: to pack a key costs
+/// about a cycle an element, and a product on tiles saves some 2.6 cycles of 4.9 (D 64, three terms).
+fn worth_matrix(problem: &Problem<'_>, queries: usize) -> bool {
+    queries >= MATRIX_QUERIES && problem.head_dim > 0 && problem.head_dim_v > 0
+}
+
+const MATRIX_QUERIES: usize = 64;
+
+/// Rows of a task on matrix tiles, which share packed keys and values: the more the better, as long as there are tasks for many
+/// threads. Changes no bit.
+fn matrix_rows(problem: &Problem<'_>) -> usize {
+    let tasks = |rows: usize| problem.seqlen_q.div_ceil(rows).saturating_mul(problem.batch).saturating_mul(problem.num_heads);
+    let enough = [4, 2].into_iter().map(|blocks| blocks * BLOCK_ROWS).find(|&rows| tasks(rows) >= MATRIX_TASKS);
+    enough.unwrap_or(BLOCK_ROWS)
+}
+
+const MATRIX_TASKS: usize = 16;
 
 /// Whether a sequence's queries are few enough for [`few`](super::few): a matter of its own shape, so that its bits are, too.
 pub(crate) fn is_few(problem: &Problem<'_>, batch: usize) -> bool {

@@ -2,6 +2,7 @@
 
 use super::fused::{BlockValues, Keys, Pass};
 use super::lanes::Lanes;
+use super::matrix::{Matrix, ScoresOnMatrix};
 use super::online::{Normalize, Probabilities};
 use super::pack::load_rows;
 use super::scratch::{Areas, Tile};
@@ -96,14 +97,20 @@ impl<L: Lanes> Pass<'_, L> {
 
     /// Scores of a part of a block again, made probabilities, at `work.s[at..]`. As [`Pass::scores`].
     fn probabilities(&self, tile: &Tile, part: Keys, at: usize, areas: &mut Areas<'_>) -> Option<bool> {
-        let Areas { k, work, .. } = areas;
-        let partial = self.scores(tile, part, at, work, |queries, s| {
-            if tile.few {
-                return self.few_products(tile, part, k, queries, s);
+        let partial = match self.matrix() {
+            Some(matrix) => matrix.run(ScoresOnMatrix { pass: self, tile, part, at, areas }),
+            None => {
+                let Areas { k, work, .. } = &mut *areas;
+                self.scores(tile, part, at, work, |queries, s| {
+                    if tile.few {
+                        return self.few_products(tile, part, k, queries, s);
+                    }
+                    let keys = load_rows(&self.job.k, [self.batch, self.kv_head, part.first], part.count, 1, k);
+                    self.products(tile, keys, queries, s);
+                })
             }
-            let keys = load_rows(&self.job.k, [self.batch, self.kv_head, part.first], part.count, 1, k);
-            self.products(tile, keys, queries, s);
-        })?;
+        }?;
+        let work = &mut areas.work;
         let state = self.state(tile, work.states);
         let s = &mut work.s[at..][..(part.count * tile.lanes).next_multiple_of(L::LANES)];
         let (max, norm) = (&*state.max, &*state.norm);

@@ -16,8 +16,9 @@
 
 use core::ops::Range;
 
-use super::blocking::{Blocking, heads_per_pass, is_few, pieces};
+use super::blocking::{Blocking, is_few, pieces};
 use super::lanes::{Lanes, MAX_LANES, Op};
+use super::matrix::{Matrix, OnMatrix, SIDE, STEP};
 use super::mask_tile::{self, Place, Verdict};
 use super::online::{KEY_ALIGN, RowState, Softmax};
 use super::pack::{load_row, load_rows};
@@ -82,7 +83,7 @@ impl Tile {
     pub(super) fn part(&self, block: Keys, keep: usize) -> Option<Keys> {
         let lo = if block.first < keep { 0 } else { self.any.0.max(block.first) - block.first };
         let hi = self.any.1.min(block.first + block.count).saturating_sub(block.first);
-        let align = if self.few { MAX_LANES } else { KEY_ALIGN };
+        let align = self.align;
         (lo < hi).then(|| Keys { first: block.first + lo / align * align, count: hi - lo / align * align })
     }
 
@@ -117,7 +118,7 @@ impl Op for Attend<'_, '_> {
     fn run<L: Lanes>(self, l: L) {
         let Self { job, batch, heads, queries, scratch, mut step } = self;
         let (problem, scale) = (job.problem, Scale::new(job.problem));
-        let per_pass = heads_per_pass(problem.query_length(batch), problem.group);
+        let per_pass = job.blocking.heads_per_pass(problem.query_length(batch), problem.group);
         let mut areas = scratch.areas();
         let tiles = core::mem::take(&mut areas.tiles);
         let mut first = heads.start;
@@ -150,7 +151,10 @@ impl<L: Lanes> Pass<'_, L> {
         }
         let sink = match step {
             Step::Whole(sink) => {
-                self.all_pieces(tiles, areas);
+                match self.matrix() {
+                    Some(matrix) => matrix.run(OnMatrix { pass: self, tiles, areas }),
+                    None => self.all_pieces(tiles, areas),
+                }
                 sink
             }
             Step::Piece(piece, result) => {
@@ -171,6 +175,11 @@ impl<L: Lanes> Pass<'_, L> {
         }
     }
 
+    /// Matrix tiles, if this pass is one for them.
+    pub(super) fn matrix(&self) -> Option<L::Matrix> {
+        self.l.matrix().filter(|_| self.job.blocking.on_matrix(self.job.problem, self.batch))
+    }
+
     /// Head and query of a row: all queries of the first head, then those of the second.
     pub(super) fn row(&self, row: usize) -> (usize, usize) {
         let queries = self.queries.len();
@@ -189,11 +198,16 @@ impl<L: Lanes> Pass<'_, L> {
         }
         let width = self.job.blocking.tile();
         let few = is_few(problem, self.batch);
+        let (align, unit) = match (few, self.matrix().is_some()) {
+            (true, _) => (MAX_LANES, L::LANES),
+            (false, false) => (KEY_ALIGN, L::LANES),
+            (false, true) => (STEP, L::LANES.max(SIDE)),
+        };
         let count = rows.div_ceil(width);
         for (index, tile) in tiles.iter_mut().take(count).enumerate() {
             let first = index * width;
             let rows = (rows - first).min(width);
-            let vectors = rows.div_ceil(L::LANES);
+            let vectors = rows.next_multiple_of(unit) / L::LANES;
             let (mut any, mut all) = ((usize::MAX, 0), (0, usize::MAX));
             for &(lo, hi) in &ranges[first..first + rows] {
                 all = (all.0.max(lo), all.1.min(hi));
@@ -202,7 +216,7 @@ impl<L: Lanes> Pass<'_, L> {
                 }
             }
             let lanes = if few { rows.next_power_of_two() } else { vectors * L::LANES };
-            *tile = Tile { index, first, rows, vectors, lanes, started: false, few, any, all };
+            *tile = Tile { index, first, rows, vectors, lanes, started: false, few, align, any, all };
         }
         &mut tiles[..count]
     }

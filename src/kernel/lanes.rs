@@ -2,6 +2,7 @@
 
 use half::{bf16, f16};
 
+use super::matrix::Matrix;
 use crate::element::widen_bf16;
 
 /// A level whose registers have lanes. A value of an implementing type is proof that the processor has what its methods use.
@@ -15,6 +16,14 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     const LANES: usize;
     /// Rows of a register tile of two vectors: `2 * MR` accumulators, two operands and a broadcast fit the registers.
     const MR: usize;
+    /// Matrix tiles beside the lanes; [`NoMatrix`](super::matrix::NoMatrix) where there are none.
+    type Matrix: Matrix;
+
+    /// The matrix tiles, if the processor has them and the level is one that uses them.
+    #[inline(always)]
+    fn matrix(self) -> Option<Self::Matrix> {
+        None
+    }
 
     /// Runs `op` compiled for this level's instructions.
     fn vectorize<O: Op>(self, op: O) -> O::Output;
@@ -78,6 +87,34 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     #[inline(always)]
     fn sum4(self, x: [Self::V; 4]) -> [f32; 4] {
         [self.sum(x[0]), self.sum(x[1]), self.sum(x[2]), self.sum(x[3])]
+    }
+
+    /// The nearest bf16 in each lane, ties away from zero, for |x| < 2^127.
+    #[inline(always)]
+    fn round_bf16(self, x: Self::V) -> Self::V {
+        let mut lanes = [0.0; MAX_LANES];
+        self.store(x, &mut lanes);
+        self.load(&lanes.map(|x: f32| f32::from_bits(x.to_bits().wrapping_add(0x8000) & 0xffff_0000)))
+    }
+
+    /// The next bf16 towards zero in each lane.
+    #[inline(always)]
+    fn truncate_bf16(self, x: Self::V) -> Self::V {
+        let mut lanes = [0.0; MAX_LANES];
+        self.store(x, &mut lanes);
+        self.load(&lanes.map(|x: f32| f32::from_bits(x.to_bits() & 0xffff_0000)))
+    }
+
+    /// Two bf16, truncated, in each lane: those of `low` in the lower halves of the bits.
+    #[inline(always)]
+    fn pair_bf16(self, low: Self::V, high: Self::V) -> Self::V {
+        let (mut pairs, mut lanes) = ([0.0; MAX_LANES], [0.0; MAX_LANES]);
+        self.store(low, &mut pairs);
+        self.store(high, &mut lanes);
+        for (pair, high) in pairs.iter_mut().zip(lanes) {
+            *pair = f32::from_bits(pair.to_bits() >> 16 | high.to_bits() & 0xffff_0000);
+        }
+        self.load(&pairs)
     }
 
     /// Sum of the lanes, in an order that depends on the level alone.

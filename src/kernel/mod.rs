@@ -8,6 +8,7 @@ mod finish;
 pub(crate) mod fused;
 mod lanes;
 mod mask_tile;
+pub(crate) mod matrix;
 mod online;
 mod operand;
 mod pack;
@@ -20,3 +21,4 @@ mod tile;
 
 pub(crate) use exp::{exp, exp_nonpositive, exp2_nonpositive, tanh};
 pub(crate) use lanes::{Lanes, Op};
+pub(crate) use matrix::NoMatrix;

@@ -70,7 +70,7 @@ pub(crate) const KEY_ALIGN: usize = CHAINS;
 
 /// Largest score of each lane of column `j`; NaN counts only where it is all there is.
 #[inline(always)]
-fn block_max<L: Lanes>(l: L, s: &[f32], stride: usize, j: usize) -> L::V {
+pub(super) fn block_max<L: Lanes>(l: L, s: &[f32], stride: usize, j: usize) -> L::V {
     let mut max = [l.splat(f32::NEG_INFINITY); CHAINS];
     let groups = s.chunks_exact(CHAINS * stride);
     for (i, row) in groups.remainder().chunks_exact(stride).enumerate() {

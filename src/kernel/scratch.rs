@@ -1,6 +1,7 @@
 //! The scratch of one thread: bounded by block sizes and head dims, never by sequence lengths.
 
 use super::blocking::Blocking;
+use super::matrix::STEP;
 use super::online::RowState;
 use super::tile::Panels;
 use crate::problem::Problem;
@@ -13,11 +14,13 @@ pub(crate) struct Scratch {
     floats: Buffer,
     /// Sizes of the parts for the problem that `reserve` saw last.
     sizes: [usize; PARTS],
+    /// Rows of a task.
+    query_flags: usize,
     ranges: Vec<(usize, usize)>,
     tiles: Vec<Tile>,
 }
 
-const PARTS: usize = 11;
+const PARTS: usize = 17;
 
 /// A vector or two of rows that are computed together.
 #[derive(Clone, Copy, Debug, Default)]
@@ -33,6 +36,8 @@ pub(crate) struct Tile {
     pub(crate) started: bool,
     /// Whether it is computed as [`few`](super::few) does it.
     pub(crate) few: bool,
+    /// Keys at whose multiples parts of blocks begin.
+    pub(crate) align: usize,
     /// Keys that at least one row may see, and keys that all rows may see.
     pub(crate) any: (usize, usize),
     pub(crate) all: (usize, usize),
@@ -49,6 +54,24 @@ pub(crate) struct Areas<'a> {
     /// What the pieces of the keys before this one have come to.
     pub(crate) partial: &'a mut [f32],
     pub(crate) work: Work<'a>,
+    pub(crate) matrix: MatrixAreas<'a>,
+}
+
+/// Operands in matrix tiles; all empty where there are none.
+pub(crate) struct MatrixAreas<'a> {
+    /// A block of keys, and one of values.
+    pub(crate) keys: &'a mut [f32],
+    pub(crate) values: &'a mut [f32],
+    /// Queries of all tiles of rows.
+    pub(crate) queries: &'a mut [f32],
+    /// Probabilities of one tile of rows.
+    pub(crate) probabilities: &'a mut [f32],
+    /// One product.
+    pub(crate) product: &'a mut [f32],
+    /// Not 0 for what is out of range.
+    pub(crate) key_flags: &'a mut [f32],
+    pub(crate) value_flags: &'a mut [f32],
+    pub(crate) query_flags: &'a mut [f32],
 }
 
 /// What the steps of a tile read and write besides K and V.
@@ -72,6 +95,10 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking<'_>) -> Option<[usize; PARTS
     let (tile, tiles, block_k) = (blocking.tile(), blocking.tiles(), blocking.block_k);
     let rows = tiles * tile;
     let widest = problem.head_dim.max(block_k);
+    let (terms, steps) = (blocking.terms, |len: usize| len.div_ceil(STEP) * STEP);
+    // A pair takes as much as one float.
+    let (keys, head_dim, head_dim_v) = (steps(block_k), steps(problem.head_dim), steps(blocking.head_dim_v_padded));
+    let on_matrix = usize::from(terms > 0);
     let factors = [
         (block_k, problem.head_dim),
         (block_k, blocking.head_dim_v_padded),
@@ -88,6 +115,12 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking<'_>) -> Option<[usize; PARTS
         } else {
             (0, 0)
         },
+        (terms * keys / 2, head_dim),
+        (terms * keys / 2, head_dim_v),
+        (terms * rows / 2, head_dim),
+        (terms * keys / 2, tile),
+        (on_matrix * STEP, tile),
+        (on_matrix * (keys * 2 + rows), 1),
     ];
     let mut sizes = [0; PARTS];
     for (size, (count, width)) in sizes.iter_mut().zip(factors) {
@@ -103,6 +136,7 @@ impl Scratch {
         self.sizes = sizes(problem, blocking).ok_or(too_large.clone())?;
         let floats = self.sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size)).ok_or(too_large)?;
         self.floats.reserve(floats)?;
+        self.query_flags = blocking.tiles() * blocking.tile();
         grow(&mut self.ranges, blocking.tiles() * blocking.tile(), Default::default)?;
         grow(&mut self.tiles, blocking.tiles(), Tile::default)
     }
@@ -110,13 +144,43 @@ impl Scratch {
     /// The parts, for the problem that `reserve` has seen last.
     pub(crate) fn areas(&mut self) -> Areas<'_> {
         let mut rest = self.floats.as_mut_slice();
-        let [k, v, queries, o, states, s, bias, stage, pair, partial, panels] = self.sizes.map(|size| {
+        let [
+            k,
+            v,
+            queries,
+            o,
+            states,
+            s,
+            bias,
+            stage,
+            pair,
+            partial,
+            panels,
+            m_keys,
+            m_values,
+            m_queries,
+            probabilities,
+            product,
+            flags,
+        ] = self.sizes.map(|size| {
             let (part, tail) = core::mem::take(&mut rest).split_at_mut(size);
             rest = tail;
             part
         });
         let work = Work { queries, o, states, s, bias, stage, pair, ranges: &mut self.ranges };
-        Areas { k, v, panels, tiles: &mut self.tiles, partial, work }
+        let (query_flags, flags) = flags.split_at_mut(self.query_flags.min(flags.len()));
+        let (key_flags, value_flags) = flags.split_at_mut(flags.len() / 2);
+        let matrix = MatrixAreas {
+            keys: m_keys,
+            values: m_values,
+            queries: m_queries,
+            probabilities,
+            product,
+            key_flags,
+            value_flags,
+            query_flags,
+        };
+        Areas { k, v, panels, tiles: &mut self.tiles, partial, work, matrix }
     }
 
     /// Bytes on the heap.

@@ -39,20 +39,25 @@ pub(crate) struct Expected {
     rows: Vec<Row>,
 }
 
-/// Rounding units of dot products and of probabilities: those of f32, but where AMX multiplies bf16 (design.md, section 3):
-/// an f16 is two bf16 terms whose smallest product is dropped, and bf16 values meet probabilities rounded to bf16.
+/// Rounding unit of dot products, and how far a probability is from `f32`'s, relative to itself: where AMX multiplies bf16 (design.md,
+/// section 3), an f16 is two bf16 terms whose smallest product is dropped, and bf16 values meet probabilities rounded to bf16.
 fn units(call: &Call, level: Level) -> (f64, f64) {
     let [q, k, v, _] = call.types;
     if level.name() != "amx" {
-        return (U, U);
+        return (U, 0.0);
     }
     let score = if q == Dtype::F16 || k == Dtype::F16 { 2f64.powi(-16) } else { U };
     let value = match v {
-        Dtype::Bf16 => 2f64.powi(-8),
+        Dtype::Bf16 => 1.1 * 2f64.powi(-9),
         Dtype::F16 => 2f64.powi(-15),
-        Dtype::F32 => U,
+        Dtype::F32 => 0.0,
     };
     (score, value)
+}
+
+/// Relative error of exponentials beyond rounding: where they become bf16 in the end, they are as exact as that asks for.
+fn exponential(call: &Call, level: Level) -> f64 {
+    if level.name() == "amx" && call.types[..3] == [Dtype::Bf16; 3] { 2f64.powi(-13) } else { 0.0 }
 }
 
 impl Expected {
@@ -69,8 +74,8 @@ impl Expected {
         let Row { weight, lse, .. } = self.rows[row];
         let flushed = call.shape.seqlen_k as f64 * f64::from(f32::MIN_POSITIVE);
         (
-            weight * score / U + value * sums + flushed,
-            lse * score / U + U * (sums + 2.0 * self.attention.lse[row].abs()),
+            weight * score / U + value + U * sums + flushed,
+            lse * score / U + exponential(call, level) + U * (sums + 2.0 * self.attention.lse[row].abs()),
         )
     }
 

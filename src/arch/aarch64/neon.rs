@@ -6,7 +6,7 @@ use core::arch::asm;
 
 use half::{bf16, f16};
 
-use crate::kernel::{Lanes, Op};
+use crate::kernel::{Lanes, NoMatrix, Op};
 
 /// This file is compiled only where the build's target has NEON.
 #[derive(Clone, Copy, Debug)]
@@ -26,6 +26,7 @@ impl Lanes for Neon {
     const LANES: usize = 4;
     // 24 accumulators, two operands, a broadcast: 27 of 32 registers.
     const MR: usize = 12;
+    type Matrix = NoMatrix;
 
     #[inline(always)]
     fn vectorize<O: Op>(self, op: O) -> O::Output {

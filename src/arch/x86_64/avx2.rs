@@ -5,17 +5,29 @@ use core::arch::x86_64::*;
 
 use half::{bf16, f16};
 
+#[cfg(polyhead_emulated_matrix)]
+use crate::arch::Emulated as Tiles;
+#[cfg(not(polyhead_emulated_matrix))]
+use crate::kernel::NoMatrix as Tiles;
 use crate::kernel::{Lanes, Op};
 
 /// Proof that the processor has AVX2, FMA and F16C: only `new` makes one.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Avx2(());
+pub(crate) struct Avx2 {
+    matrix: Option<Tiles>,
+}
 
 impl Avx2 {
     pub(crate) fn new() -> Option<Self> {
         let found =
             is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") && is_x86_feature_detected!("f16c");
-        found.then_some(Self(()))
+        found.then_some(Self { matrix: None })
+    }
+
+    /// Beside matrix tiles that plain code imitates.
+    #[cfg(polyhead_emulated_matrix)]
+    pub(crate) fn with_matrix() -> Option<Self> {
+        Self::new().map(|_| Self { matrix: Some(Tiles) })
     }
 }
 
@@ -38,6 +50,12 @@ impl Lanes for Avx2 {
     const LANES: usize = 8;
     // 12 accumulators, two operands, a broadcast: 15 of 16 registers.
     const MR: usize = 6;
+    type Matrix = Tiles;
+
+    #[inline(always)]
+    fn matrix(self) -> Option<Tiles> {
+        self.matrix
+    }
 
     #[inline(always)]
     fn vectorize<O: Op>(self, op: O) -> O::Output {

@@ -5,11 +5,15 @@ use core::arch::x86_64::*;
 
 use half::{bf16, f16};
 
+use super::Amx;
 use crate::kernel::{Lanes, Op};
 
 /// Proof that the processor has AVX-512 F, BW, DQ and VL, and AVX2, FMA and F16C: only `new` makes one.
 #[derive(Clone, Copy, Debug)]
-pub(crate) struct Avx512(());
+pub(crate) struct Avx512 {
+    /// AMX, on the level of that name.
+    amx: Option<Amx>,
+}
 
 impl Avx512 {
     pub(crate) fn new() -> Option<Self> {
@@ -20,7 +24,14 @@ impl Avx512 {
             && is_x86_feature_detected!("avx2")
             && is_x86_feature_detected!("fma")
             && is_x86_feature_detected!("f16c");
-        found.then_some(Self(()))
+        found.then_some(Self { amx: None })
+    }
+
+    /// Beside AMX.
+    #[cfg(not(polyhead_emulated_matrix))]
+    pub(crate) fn with_matrix() -> Option<Self> {
+        let amx = Some(Amx::new()?);
+        Self::new().map(|_| Self { amx })
     }
 }
 
@@ -43,6 +54,12 @@ impl Lanes for Avx512 {
     const LANES: usize = 16;
     // 24 accumulators, two operands, a broadcast: 27 of 32 registers. 14 rows take 31.
     const MR: usize = 12;
+    type Matrix = Amx;
+
+    #[inline(always)]
+    fn matrix(self) -> Option<Amx> {
+        self.amx
+    }
 
     #[inline(always)]
     fn vectorize<O: Op>(self, op: O) -> O::Output {
@@ -153,6 +170,28 @@ impl Lanes for Avx512 {
         // SAFETY: features as above; the slice has 16 elements, 32 bytes, and the load needs no alignment.
         let halves = unsafe { _mm256_loadu_si256(src.as_ptr().cast()) };
         avx512!(_mm512_castsi512_ps(_mm512_slli_epi32::<16>(_mm512_cvtepu16_epi32(halves))))
+    }
+
+    #[inline(always)]
+    fn round_bf16(self, x: __m512) -> __m512 {
+        avx512!(_mm512_castsi512_ps(_mm512_and_si512(
+            _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000)),
+            _mm512_set1_epi32(!0xffff)
+        )))
+    }
+
+    #[inline(always)]
+    fn truncate_bf16(self, x: __m512) -> __m512 {
+        avx512!(_mm512_castsi512_ps(_mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(!0xffff))))
+    }
+
+    #[inline(always)]
+    fn pair_bf16(self, low: __m512, high: __m512) -> __m512 {
+        avx512!(_mm512_castsi512_ps(_mm512_mask_blend_epi16(
+            0xaaaa_aaaa,
+            _mm512_srli_epi32::<16>(_mm512_castps_si512(low)),
+            _mm512_castps_si512(high)
+        )))
     }
 
     #[inline(always)]

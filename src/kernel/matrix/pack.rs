@@ -1,0 +1,238 @@
+//! Operands on their way into tiles of bf16 terms.
+
+use super::super::lanes::{Lanes, Op};
+use super::super::operand::Operand;
+use super::super::tile::Rows;
+use super::{SIDE, STEP, TILE};
+
+/// Magnitudes whose terms, and products of them, neither overflow nor are flushed to 0, as tiles do with what is smaller than
+/// 2^-126. What else is not 0 takes another way: see [`OutOfRange`].
+const IN_RANGE: (f32, f32) = (f32::from_bits((127 - 90) << 23), f32::from_bits((127 + 50) << 23));
+
+/// Collects whether elements are out of range, lane by lane: then it is not 0.
+struct OutOfRange<L: Lanes>(L::V);
+
+impl<L: Lanes> OutOfRange<L> {
+    #[inline(always)]
+    fn new(l: L) -> Self {
+        Self(l.splat(0.0))
+    }
+
+    #[inline(always)]
+    fn see(&mut self, l: L, x: L::V) {
+        let (zero, magnitude) = (l.splat(0.0), l.abs(x));
+        let small = l.select(l.lt(magnitude, l.splat(IN_RANGE.0)), magnitude, zero);
+        // True for NaN.
+        self.0 = l.max(small, l.select(l.not_lt(magnitude, l.splat(IN_RANGE.1)), l.splat(1.0), self.0));
+    }
+}
+
+/// Writes the terms of two vectors as rows of pairs, from term to term `term` floats.
+///
+/// Three terms are exact however they are cut, and truncation takes least. Of two, what is left out (the product of the second ones,
+/// too) is smallest, and as often negative as positive, if they are rounded: rms error of `High` 39 times that of `f32` with
+/// truncation.
+#[inline(always)]
+pub(super) fn store_terms<L: Lanes, const TERMS: usize>(
+    l: L,
+    [mut low, mut high]: [L::V; 2],
+    dst: &mut [f32],
+    term: usize,
+) {
+    for i in 0..TERMS {
+        let first = if TERMS < 3 {
+            [l.round_bf16(low), l.round_bf16(high)]
+        } else {
+            [l.truncate_bf16(low), l.truncate_bf16(high)]
+        };
+        l.store(l.pair_bf16(first[0], first[1]), &mut dst[i * term..]);
+        (low, high) = (l.sub(low, first[0]), l.sub(high, first[1]));
+    }
+}
+
+/// Runs `$body` with the constant `$n` equal to `$terms`.
+macro_rules! with_terms {
+    ($terms:expr, $n:ident => $body:expr) => {
+        match $terms {
+            1 => {
+                const $n: usize = 1;
+                $body
+            }
+            2 => {
+                const $n: usize = 2;
+                $body
+            }
+            _ => {
+                const $n: usize = 3;
+                $body
+            }
+        }
+    };
+}
+
+pub(super) use with_terms;
+
+/// Rows into tiles of rows: `[terms][pairs of tiles][steps of columns][2]` tiles, whose pairs are columns `i` and `i + 16` of a step,
+/// zeros behind the last column. Tiles behind the last row keep what they held. Says whether a row is out of range.
+pub(super) struct PackRows<'a, T> {
+    pub(super) rows: Rows<'a, T>,
+    pub(super) terms: usize,
+    pub(super) dst: &'a mut [f32],
+    pub(super) term: usize,
+    /// Not 0 where a row is out of range.
+    pub(super) flags: &'a mut [f32],
+}
+
+impl<T: Operand> Op for PackRows<'_, T> {
+    type Output = bool;
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) -> bool {
+        with_terms!(self.terms, TERMS => self.pack::<L, TERMS>(l))
+    }
+}
+
+impl<T: Operand> PackRows<'_, T> {
+    #[inline(always)]
+    fn pack<L: Lanes, const TERMS: usize>(self, l: L) -> bool {
+        let Self { rows, dst, term, flags, .. } = self;
+        let depth = rows.width.div_ceil(STEP);
+        let mut any = false;
+        for (i, flag) in flags.iter_mut().enumerate().take(rows.count) {
+            let row = rows.row(i);
+            let mut check = OutOfRange::new(l);
+            let first = i / STEP * depth * 2 * TILE + i % STEP * SIDE;
+            for (step, columns) in row.chunks(STEP).enumerate() {
+                let dst = &mut dst[first + step * 2 * TILE..];
+                for j in (0..SIDE).step_by(L::LANES) {
+                    let at = |from: usize| match columns.get(from..).unwrap_or_default() {
+                        [] => l.splat(0.0),
+                        columns => T::load_partial(l, columns),
+                    };
+                    let pair = [at(j), at(SIDE + j)];
+                    check.see(l, pair[0]);
+                    check.see(l, pair[1]);
+                    store_terms::<L, TERMS>(l, pair, &mut dst[j..], term);
+                }
+            }
+            *flag = l.sum(check.0);
+            any |= *flag != 0.0;
+        }
+        any
+    }
+}
+
+/// Rows that lie transposed, `[width][lanes]`, into tiles of columns: `[terms][steps][lanes / 16]` tiles, whose pairs are `i` and
+/// `i + 16` of a step.
+pub(super) struct PackLanes<'a> {
+    pub(super) src: &'a [f32],
+    pub(super) lanes: usize,
+    pub(super) terms: usize,
+    pub(super) dst: &'a mut [f32],
+    pub(super) term: usize,
+    /// Not 0 where a lane is out of range.
+    pub(super) flags: &'a mut [f32],
+}
+
+impl Op for PackLanes<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        with_terms!(self.terms, TERMS => self.pack::<L, TERMS>(l));
+    }
+}
+
+impl PackLanes<'_> {
+    #[inline(always)]
+    fn pack<L: Lanes, const TERMS: usize>(self, l: L) {
+        let Self { src, lanes, dst, term, flags, .. } = self;
+        for lane in (0..lanes).step_by(L::LANES) {
+            let mut check = OutOfRange::new(l);
+            for (step, src) in src.chunks(STEP * lanes).enumerate() {
+                let tile = (step * lanes / SIDE + lane / SIDE) * TILE;
+                for i in 0..SIDE {
+                    let at = |row: usize| match src.get(row * lanes + lane..) {
+                        Some(row) if !row.is_empty() => l.load(row),
+                        _ => l.splat(0.0),
+                    };
+                    let pair = [at(i), at(SIDE + i)];
+                    check.see(l, pair[0]);
+                    check.see(l, pair[1]);
+                    store_terms::<L, TERMS>(l, pair, &mut dst[tile + i * SIDE + lane % SIDE..], term);
+                }
+            }
+            l.store(check.0, &mut flags[lane..]);
+        }
+    }
+}
+
+/// Columns into tiles of rows, which is transposed: `[terms][pairs of tiles of columns][steps of rows][2]` tiles, whose pairs are
+/// rows `i` and `i + 16` of a step. Zeros for rows behind the last, for rows that are out of range, and for columns behind the last.
+/// Says whether a row is out of range.
+pub(super) struct PackColumns<'a> {
+    /// Their width is a multiple of `LANES`.
+    pub(super) rows: Rows<'a>,
+    pub(super) terms: usize,
+    pub(super) dst: &'a mut [f32],
+    pub(super) term: usize,
+    /// Steps that there is room for.
+    pub(super) depth: usize,
+    pub(super) flags: &'a mut [f32],
+}
+
+impl Op for PackColumns<'_> {
+    type Output = bool;
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) -> bool {
+        with_terms!(self.terms, TERMS => self.pack::<L, TERMS>(l))
+    }
+}
+
+impl PackColumns<'_> {
+    #[inline(always)]
+    fn pack<L: Lanes, const TERMS: usize>(self, l: L) -> bool {
+        let Self { rows, dst, term, depth, flags, .. } = self;
+        let mut any = false;
+        for (i, flag) in flags.iter_mut().enumerate().take(rows.count) {
+            let mut check = OutOfRange::new(l);
+            for x in rows.row(i).chunks_exact(L::LANES) {
+                check.see(l, l.load(x));
+            }
+            *flag = l.sum(check.0);
+            any |= *flag != 0.0;
+        }
+        for first in (0..rows.count).step_by(STEP) {
+            let count = (rows.count - first).min(STEP);
+            let missing = any || count < STEP;
+            for column in (0..rows.width.next_multiple_of(2 * SIDE)).step_by(SIDE) {
+                let mut columns = [[0.0; TILE]; 2];
+                for (half, columns) in columns.iter_mut().enumerate() {
+                    let from = first + half * SIDE;
+                    transpose(l, &rows, from, column, columns);
+                    for key in (0..SIDE).filter(|_| missing) {
+                        if from + key >= rows.count || flags[from + key] != 0.0 {
+                            columns.iter_mut().skip(key).step_by(SIDE).for_each(|x| *x = 0.0);
+                        }
+                    }
+                }
+                let tile = ((column / STEP * depth + first / STEP) * 2 + column / SIDE % 2) * TILE;
+                for at in (0..TILE).step_by(L::LANES) {
+                    let pair = [l.load(&columns[0][at..]), l.load(&columns[1][at..])];
+                    store_terms::<L, TERMS>(l, pair, &mut dst[tile + at..], term);
+                }
+            }
+        }
+        any
+    }
+}
+
+/// 16 rows and columns, or as many of them as there are.
+#[inline(always)]
+fn transpose<L: Lanes>(l: L, rows: &Rows<'_>, from: usize, column: usize, dst: &mut [f32; TILE]) {
+    for j in (0..SIDE).step_by(L::LANES).filter(|j| column + j < rows.width) {
+        for i in (0..SIDE).step_by(L::LANES).filter(|i| from + i < rows.count) {
+            let src = &rows.data[(from + i) * rows.stride + column + j..];
+            let count = (rows.count - from - i).min(L::LANES);
+            l.transpose(src, rows.stride, count, &mut dst[j * SIDE + i..], SIDE);
+        }
+    }
+}
