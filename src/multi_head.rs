@@ -6,11 +6,11 @@ use core::fmt;
 use std::cell::Cell;
 
 use crate::kernel::blocking::is_few;
-use crate::kernel::matrix::MAX_TERMS;
+use crate::kernel::matrix::{MAX_TERMS, terms};
 use crate::problem::{Problem, check_shape, packed_len};
 use crate::view::WeightsOut;
 use crate::{Element, Error, HeadsMut, Level, Options, Result, Sequences};
-use run::{Prepared, Workspace, terms};
+use run::{Prepared, Workspace};
 
 /// Fused multi-head attention: `out = softmax(softmax_scale * q k^T) v` for every head of every batch item, with everything
 /// that [`Options`] adds.
@@ -190,7 +190,7 @@ fn run<O: Element>(
         return Ok(());
     }
     let weights = outputs.weights.as_ref().map(|weights| weights.averaged);
-    let terms = terms(&operands, options.precision);
+    let terms = operands.iter().map(|operand| terms(operand.data, options.precision)).max().unwrap_or(MAX_TERMS);
     let prepared = workspace.prepare(&problem, starts, level, weights, terms)?;
     workspace.execute(&problem, &prepared, operands, outputs);
     Ok(())

@@ -34,6 +34,11 @@ impl Buffer {
         unsafe { core::slice::from_raw_parts_mut(lines.as_mut_ptr().cast(), lines.len() * 16) }
     }
 
+    pub(crate) fn as_slice(&self) -> &[f32] {
+        // SAFETY: as in `as_mut_slice`.
+        unsafe { core::slice::from_raw_parts(self.0.as_ptr().cast(), self.0.len() * 16) }
+    }
+
     /// Bytes on the heap.
     pub(crate) fn bytes(&self) -> usize {
         self.0.capacity() * size_of::<Line>()

@@ -4,7 +4,7 @@ mod support;
 
 use half::{bf16, f16};
 use polyhead::gemm::{PackedMatrix, gemm_packed};
-use polyhead::{Error, Level, Matrix, MatrixMut, reference};
+use polyhead::{Error, Level, Matrix, MatrixMut, Precision, reference};
 use proptest::prelude::*;
 use support::{
     Arrangement, Bits, Edges, Memory, PoisonedInput, PoisonedOutput, Rng, assert_same_bits, cases_of_256, levels,
@@ -31,6 +31,16 @@ fn edges(shape: [usize; 2]) -> Edges {
 
 fn packed<T: Bits>(b: &Matrix<'_, T>, level: Level) -> PackedMatrix<T> {
     PackedMatrix::new(b, Some(level)).expect("an available level")
+}
+
+/// Without matrix tiles, and with them where the level has them.
+fn packings<T: Bits>(b: &Matrix<'_, T>, level: Level) -> Vec<PackedMatrix<T>> {
+    let plain = packed(b, level);
+    if level != Level::Amx {
+        return vec![plain];
+    }
+    let tiled = plain.clone().with_tiles(Precision::Highest).expect("memory for it");
+    vec![plain, tiled]
 }
 
 /// The product, checked to have written all of the view and nothing else.
@@ -83,14 +93,18 @@ fn check<A: Bits + Into<f64>, T: Bits + Into<f64>, O: Bits + Into<f64>>(case: &C
     let z = |_: usize, j: usize| bias.as_ref().map_or(0.0, |bias| f64::from(bias[j]));
     let want = reference::gemm(m, n, k, 1.0, x, y, 1.0, z);
     let size = reference::gemm(m, n, k, 1.0, |i, p| x(i, p).abs(), |p, j| y(p, j).abs(), 0.0, z);
-    for &level in levels() {
-        let b = packed(&b.matrix(), level);
+    // On tiles the smallest product of two terms each is left out.
+    let dropped = if [A::NAME, T::NAME] == ["f16"; 2] { 2f64.powi(-17) } else { 0.0 };
+    for b in levels().iter().flat_map(|&level| packings(&b.matrix(), level)) {
+        let level = b.level();
         assert_same_bits(&b.to_vec(), &b.clone().to_vec(), "a clone");
         let got = product::<A, T, O>(&a.matrix(), &b, bias.as_deref(), case.lies[2]);
         for (at, &got) in got.iter().enumerate() {
             let (got, want, [half_ulp, least]): (f64, f64, _) = (got.into(), want[at], rounding::<O>());
             let epsilon = f64::from(f32::EPSILON);
-            let bound = (k + 2) as f64 * epsilon * size[at] + (half_ulp * 1.01 + epsilon) * want.abs() + least;
+            let dropped = if level == Level::Amx { dropped } else { 0.0 };
+            let bound =
+                ((k + 2) as f64 * epsilon + dropped) * size[at] + (half_ulp * 1.01 + epsilon) * want.abs() + least;
             let [i, j] = [at / n, at % n];
             assert!((got - want).abs() <= bound, "[{i}, {j}] on {}: {got}, not {want} +- {bound:e}", level.name());
         }
@@ -138,26 +152,30 @@ fn large_products() {
 #[test]
 fn bits_of_a_row_depend_on_that_row_alone() {
     fn check<T: Bits>(level: Level) {
-        let ([m, n, k], mut rng) = ([145, 161, 600], Rng::new(7));
-        let a = matrix::<bf16>([m, k], Arrangement::Bhsd, &mut rng);
-        let b = packed(&matrix::<T>([k, n], Arrangement::Bhds, &mut rng).matrix(), level);
+        let mut rng = Rng::new(7);
+        let b = matrix::<T>([600, 161], Arrangement::Bhds, &mut rng);
+        packings(&b.matrix(), level).iter().for_each(|b| check_packed(b, &mut rng));
+    }
+    fn check_packed<T: Bits>(b: &PackedMatrix<T>, rng: &mut Rng) {
+        let ([m, n, k], level) = ([145, 161, 600], b.level());
+        let a = matrix::<bf16>([m, k], Arrangement::Bhsd, rng);
         let bias = rng.normals::<f32>(n, 1.0);
-        let all = product::<bf16, T, f32>(&a.matrix(), &b, Some(&bias), Arrangement::Bhsd);
+        let all = product::<bf16, T, f32>(&a.matrix(), b, Some(&bias), Arrangement::Bhsd);
         let wide: Vec<f32> = a.packed().iter().map(|x| x.to_f32()).collect();
         for lies in LIES {
             let a = PoisonedInput::new(&wide, [1, 1, m, k], lies);
-            let again = product::<f32, T, f32>(&a.matrix(), &b, Some(&bias), Arrangement::DimStride(2));
+            let again = product::<f32, T, f32>(&a.matrix(), b, Some(&bias), Arrangement::DimStride(2));
             assert_same_bits(&again, &all, format!("{lies:?} on {}", level.name()));
         }
         for count in [1, 2, 3, 4, 5, 6, 7, 11, 12, 13, 24, 72, 73] {
             for first in [0, 1, m - count] {
                 let rows = Matrix::contiguous(&wide[first * k..][..count * k], [count, k]).expect("a valid view");
-                let some = product::<f32, T, f32>(&rows, &b, Some(&bias), Arrangement::Bhsd);
+                let some = product::<f32, T, f32>(&rows, b, Some(&bias), Arrangement::Bhsd);
                 let context = format!("{count} rows from {first} on, {}", level.name());
                 assert_same_bits(&some, &all[first * n..][..count * n], context);
                 let rows = &a.packed()[first * k..][..count * k];
                 let rows = Matrix::contiguous(rows, [count, k]).expect("a valid view");
-                let some = product::<bf16, T, f32>(&rows, &b, Some(&bias), Arrangement::Bhsd);
+                let some = product::<bf16, T, f32>(&rows, b, Some(&bias), Arrangement::Bhsd);
                 let context = format!("{count} copied rows from {first} on, {}", level.name());
                 assert_same_bits(&some, &all[first * n..][..count * n], context);
             }
@@ -202,12 +220,13 @@ fn bits_do_not_depend_on_threads() {
             let mut rng = Rng::new(9);
             let a = matrix::<f32>([m, k], Arrangement::Bhsd, &mut rng);
             let copied = PoisonedInput::new(&a.packed(), [1, 1, m, k], Arrangement::DimStride(2));
-            let b = packed(&matrix::<bf16>([k, n], Arrangement::Bhsd, &mut rng).matrix(), level);
+            let b = packings(&matrix::<bf16>([k, n], Arrangement::Bhsd, &mut rng).matrix(), level);
             let on = |threads: usize| {
                 let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("a pool");
-                pool.install(|| {
-                    [&a, &copied].map(|a| product::<f32, bf16, f32>(&a.matrix(), &b, None, Arrangement::RowGaps(1)))
-                })
+                let products = |b: &PackedMatrix<bf16>| {
+                    [&a, &copied].map(|a| product::<f32, bf16, f32>(&a.matrix(), b, None, Arrangement::RowGaps(1)))
+                };
+                pool.install(|| b.iter().flat_map(products).collect::<Vec<_>>())
             };
             let one = on(1);
             for threads in [2, 3, 7] {
@@ -221,9 +240,9 @@ fn bits_do_not_depend_on_threads() {
 
 #[test]
 fn rows_may_be_one_row() {
-    for &level in levels() {
-        let (row, mut rng) = ([0.5f32, -2.0, 3.0], Rng::new(10));
-        let b = packed(&matrix::<f32>([3, 50], Arrangement::Bhsd, &mut rng).matrix(), level);
+    let (row, b) = ([0.5f32, -2.0, 3.0], matrix::<f32>([3, 50], Arrangement::Bhsd, &mut Rng::new(10)));
+    for b in levels().iter().flat_map(|&level| packings(&b.matrix(), level)) {
+        let level = b.level();
         let one = Matrix::contiguous(&row, [1, 3]).expect("a valid view");
         let one = product::<f32, f32, f32>(&one, &b, None, Arrangement::Bhsd);
         let same = Matrix::with_strides(&row, [100, 3], [0, 1]).expect("a valid view");
@@ -245,13 +264,15 @@ fn without_depth_there_is_the_bias() {
     for &level in levels() {
         for (m, n) in [(1, 1), (3, 70), (100, 130)] {
             let a = Matrix::with_strides(&empty, [m, 0], [usize::MAX; 2]).expect("a valid view");
-            let b = packed(&Matrix::with_strides(&empty, [0, n], [usize::MAX; 2]).expect("a valid view"), level);
-            assert!(b.to_vec().is_empty());
+            let b = packings(&Matrix::with_strides(&empty, [0, n], [usize::MAX; 2]).expect("a valid view"), level);
             let bias = Rng::new(11).normals::<f32>(n, 1.0);
-            for got in product::<f32, f32, f32>(&a, &b, Some(&bias), Arrangement::RowGaps(3)).chunks(n) {
-                assert_same_bits(got, &bias, level.name());
+            for b in b {
+                assert!(b.to_vec().is_empty());
+                for got in product::<f32, f32, f32>(&a, &b, Some(&bias), Arrangement::RowGaps(3)).chunks(n) {
+                    assert_same_bits(got, &bias, level.name());
+                }
+                assert!(product::<f32, f32, f16>(&a, &b, None, Arrangement::Bhds).iter().all(|x| x.to_bits() == 0));
             }
-            assert!(product::<f32, f32, f16>(&a, &b, None, Arrangement::Bhds).iter().all(|x| x.to_bits() == 0));
         }
         // Rows or columns without end, none of which exists.
         let endless = Matrix::with_strides(&empty, [0, usize::MAX], [1; 2]).expect("a valid view");
@@ -277,22 +298,53 @@ fn nan_and_infinity_reach_only_what_they_meet() {
             let mut b: Vec<f32> = rng.normals::<f32>(k * n, 1.0).iter().map(|x| x.abs() + 0.5).collect();
             a[(m - 1) * k + k / 2] = f32::INFINITY;
             b[(k - 1) * n + n - 1] = f32::NAN;
-            let b = packed(&Matrix::contiguous(&b, [k, n]).expect("a valid view"), level);
+            let packings = packings(&Matrix::contiguous(&b, [k, n]).expect("a valid view"), level);
             let a = Matrix::contiguous(&a, [m, k]).expect("a valid view");
-            let out = product::<f32, f32, f32>(&a, &b, None, Arrangement::Bhsd);
-            for (at, x) in out.iter().enumerate() {
-                let ok = match (at / n == m - 1, at % n == n - 1) {
-                    (_, true) => x.is_nan(),
-                    (true, false) => *x == f32::INFINITY,
-                    (false, false) => x.is_finite(),
-                };
-                assert!(ok, "[{}, {}] is {x}, {m} x {n} x {k} on {}", at / n, at % n, level.name());
+            for b in packings {
+                let out = product::<f32, f32, f32>(&a, &b, None, Arrangement::Bhsd);
+                for (at, x) in out.iter().enumerate() {
+                    let ok = match (at / n == m - 1, at % n == n - 1) {
+                        (_, true) => x.is_nan(),
+                        (true, false) => *x == f32::INFINITY,
+                        (false, false) => x.is_finite(),
+                    };
+                    assert!(ok, "[{}, {}] is {x}, {m} x {n} x {k} on {}", at / n, at % n, level.name());
+                }
+                // 0 * NaN is NaN.
+                let zeros = vec![0.0f32; k];
+                let zeros = Matrix::contiguous(&zeros, [1, k]).expect("a valid view");
+                let out = product::<f32, f32, f32>(&zeros, &b, None, Arrangement::Bhsd);
+                assert!(out[n - 1].is_nan() && out[..n - 1].iter().all(|&x| x == 0.0));
             }
-            // 0 * NaN is NaN.
-            let zeros = vec![0.0f32; k];
-            let zeros = Matrix::contiguous(&zeros, [1, k]).expect("a valid view");
-            let out = product::<f32, f32, f32>(&zeros, &b, None, Arrangement::Bhsd);
-            assert!(out[n - 1].is_nan() && out[..n - 1].iter().all(|&x| x == 0.0));
+        }
+    }
+}
+
+/// Magnitudes that terms of bf16 cannot stand for: rows of A, and panels of B, that have one give the bits that they give without
+/// tiles, and all others what they give without such neighbours.
+#[test]
+fn what_is_out_of_the_range_of_tiles_goes_without_them() {
+    let ([m, n, k], mut rng) = ([70, 100, 90], Rng::new(14));
+    let (mut a, mut b) = (rng.normals::<f32>(m * k, 1.0), rng.normals::<f32>(k * n, 1.0));
+    let before = (a.clone(), b.clone());
+    for (row, x) in [(3, 1e-40f32), (33, f32::MAX), (50, -1e30), (69, f32::NEG_INFINITY)] {
+        a[row * k + row % 7] = x;
+    }
+    b[5 * n + 40] = f32::MIN_POSITIVE;
+    for &level in levels().iter().filter(|&&level| level == Level::Amx) {
+        let run = |a: &[f32], b: &[f32], tiled: bool| {
+            let b = packings(&Matrix::contiguous(b, [k, n]).expect("a valid view"), level).remove(usize::from(tiled));
+            product::<f32, f32, f32>(&Matrix::contiguous(a, [m, k]).expect("a valid view"), &b, None, Arrangement::Bhsd)
+        };
+        let (tiled, plain, clean) = (run(&a, &b, true), run(&a, &b, false), run(&before.0, &before.1, true));
+        // The panel that has column 40: two vectors, which are shorter where tiles are imitated.
+        let panel = if tiled[48..64] == plain[48..64] { 32..64 } else { 32..48 };
+        assert!(tiled[..32] != plain[..32], "tiles are not used");
+        for (at, x) in tiled.iter().enumerate() {
+            let (row, column) = (at / n, at % n);
+            let special = [3, 33, 50, 69].contains(&row) || panel.contains(&column);
+            let want = if special { plain[at] } else { clean[at] };
+            assert!(x.to_bits() == want.to_bits() || x.is_nan() && want.is_nan(), "[{row}, {column}]: {x} for {want}");
         }
     }
 }

@@ -20,7 +20,7 @@ impl Multiply for Emulated {
     fn product<const NB: usize>(self, (): &(), op: Product<'_>) {
         op.check::<NB>();
         op.c.fill(0.0);
-        for &(a, b) in products(op.terms) {
+        for [a, b] in products(op.terms) {
             for step in 0..op.depth {
                 for (i, j) in (0..2).flat_map(|i| (0..NB).map(move |j| (i, j))) {
                     let a = &op.a[a * op.a_term + (2 * step + i) * TILE..][..TILE];

@@ -1,16 +1,23 @@
 //! Products with a right-hand side that is packed once: weights.
 
+use core::cell::Cell;
 use core::fmt;
 use core::ops::Range;
 
 use super::THREADED_PACKED;
 use crate::element::AnySlice;
+use crate::kernel::matrix::gemm::{PackPanel, Terms, Tiled};
+use crate::kernel::matrix::terms;
 use crate::kernel::packed::{BLOCK_COLUMNS, BLOCK_ROWS, Block, Left};
 use crate::view::{AnyRowBlocks, Layout};
-use crate::{Element, Error, Level, Matrix, MatrixMut, Result, parallel};
+use crate::workspace::{Buffer, grow};
+use crate::{Element, Error, Level, Matrix, MatrixMut, Precision, Result, parallel};
 
 /// Bytes of a cache line, at which panels begin.
 const LINE: usize = 64;
+/// Rows and columns of a block on matrix tiles, at most: terms of A, packed once a block, and a panel of B share L2 (k 1024, three
+/// terms: 768 KiB and 192 KiB). Not measured yet.
+const TILED_BLOCK: [usize; 2] = [128, 1024];
 /// A product of few rows is bound by reading B, and takes as long as one of about this many.
 const BOUND_BY_B: usize = 4;
 
@@ -34,6 +41,17 @@ pub struct PackedMatrix<T = f32> {
     first: usize,
     shape: [usize; 2],
     level: Level,
+    tiles: Option<Tiles>,
+}
+
+/// The same matrix in terms of bf16 for matrix tiles.
+#[derive(Clone)]
+struct Tiles {
+    precision: Precision,
+    terms: usize,
+    /// Panels as [`Terms`] has them.
+    data: Buffer,
+    flagged: Vec<bool>,
 }
 
 impl<T: Element> PackedMatrix<T> {
@@ -63,7 +81,48 @@ impl<T: Element> PackedMatrix<T> {
                 }
             }
         }
-        Ok(Self { data, first, shape: [k, n], level })
+        Ok(Self { data, first, shape: [k, n], level, tiles: None })
+    }
+
+    /// For products of many rows: where the level has matrix tiles ([`Level::Amx`]), packs B for them, too, and products go there.
+    /// On other levels nothing changes. An `f32`, of A or B, becomes as many bf16 as the precision asks for (three, two, one), an
+    /// `f16` becomes two, a `bf16` is one. Those of B take two bytes each besides what B takes.
+    ///
+    /// Products of a few rows read B in terms, too, so that bits do not depend on their number; that is slower than without tiles for
+    /// `f32`, whose terms are larger.
+    ///
+    /// # Errors
+    /// [`Error::Memory`] if the terms cannot be allocated.
+    ///
+    /// ```
+    /// use polyhead::{Matrix, MatrixMut, Precision, gemm::{PackedMatrix, gemm_packed}};
+    /// let b = PackedMatrix::new(&Matrix::contiguous(&[1.0f32, 2.0, 3.0, 4.0], [2, 2])?, None)?.with_tiles(Precision::Highest)?;
+    /// let a = [1.0f32, 10.0];
+    /// let mut out = [0.0f32; 2];
+    /// gemm_packed(&Matrix::contiguous(&a, [1, 2])?, &b, None, &mut MatrixMut::contiguous(&mut out, [1, 2])?)?;
+    /// assert_eq!(out, [31.0, 42.0]);
+    /// # Ok::<(), polyhead::Error>(())
+    /// ```
+    pub fn with_tiles(mut self, precision: Precision) -> Result<Self> {
+        let ([k, n], panel, too_large) = (self.shape, panel(self.level), Error::Memory { bytes: usize::MAX });
+        if self.level != Level::Amx || k == 0 || n == 0 {
+            return Ok(self);
+        }
+        let terms = terms(T::erase(&[]), precision);
+        let len = Terms::panel_len(k, panel, terms).ok_or(too_large.clone())?;
+        let panels = n.div_ceil(panel);
+        let mut tiles = Tiles { precision, terms, data: Buffer::default(), flagged: Vec::new() };
+        tiles.data.reserve(len.checked_mul(panels).ok_or(too_large)?)?;
+        grow(&mut tiles.flagged, panels, bool::default)?;
+        let mut widened = Vec::new();
+        grow(&mut widened, k * panel, f32::default)?;
+        let data = tiles.data.as_mut_slice().chunks_exact_mut(len).zip(&mut tiles.flagged);
+        for (from, (dst, flagged)) in self.panels().chunks_exact(k * panel).zip(data) {
+            widened.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());
+            *flagged = self.level.dispatch(PackPanel { panel: &widened, columns: panel, terms, dst });
+        }
+        self.tiles = Some(tiles);
+        Ok(self)
     }
 
     /// Rows (k) and columns (n).
@@ -99,7 +158,7 @@ impl<T: Element> Clone for PackedMatrix<T> {
         let first = to_line(&data);
         data.resize(first, T::default());
         data.extend_from_slice(self.panels());
-        Self { data, first, ..*self }
+        Self { data, first, tiles: self.tiles.clone(), ..*self }
     }
 }
 
@@ -195,10 +254,48 @@ pub(crate) fn gemm_packed_columns<A: Element, T: Element, O: Element>(
         return Ok(());
     }
     let left = Left { data: A::erase(a.data()), layout: a.layout() };
+    let panels = T::erase(&b.panels()[columns.start * k..]);
+    let [rows, width] = if b.tiles.is_some() { TILED_BLOCK } else { [BLOCK_ROWS, BLOCK_COLUMNS] };
     // As equal as can be: a last block of a few rows would read B for little.
-    let height = m.div_ceil(m.div_ceil(BLOCK_ROWS));
-    let blocks = AnyRowBlocks::grid(out.reborrow(), [height, BLOCK_COLUMNS]);
-    run(b.level, left, T::erase(&b.panels()[columns.start * k..]), bias, &blocks);
+    let height = m.div_ceil(m.div_ceil(rows));
+    let blocks = AnyRowBlocks::grid(out.reborrow(), [height, width]);
+    let Some(tiles) = &b.tiles else {
+        run(b.level, left, panels, bias, &blocks);
+        return Ok(());
+    };
+    let first = columns.start / panel(b.level);
+    let data = &tiles.data.as_slice()[first * (tiles.data.as_slice().len() / tiles.flagged.len())..];
+    let right = Terms { terms: tiles.terms, data, flagged: &tiles.flagged[first..] };
+    run_tiled(b.level, (left, height, terms(left.data, tiles.precision)), (panels, right), bias, &blocks)
+}
+
+/// As [`run`], on matrix tiles.
+fn run_tiled(
+    level: Level,
+    (a, height, terms): (Left<'_>, usize, usize),
+    (b, right): (AnySlice<'_>, Terms<'_>),
+    bias: Option<&[f32]>,
+    blocks: &AnyRowBlocks<'_>,
+) -> Result<()> {
+    thread_local! {
+        /// Scratch of the last call, of each of its threads.
+        static SPARE: Cell<Vec<Buffer>> = const { Cell::new(Vec::new()) };
+    }
+    let [m, k] = a.layout.shape;
+    let work = m.saturating_mul(k).saturating_mul(blocks.columns());
+    let threads = if work < THREADED_PACKED { 1 } else { parallel::current_threads().min(blocks.len()) };
+    let len = Tiled::scratch_len(height, k, terms).ok_or(Error::Memory { bytes: usize::MAX })?;
+    let mut scratch = SPARE.try_with(Cell::take).unwrap_or_default();
+    grow(&mut scratch, threads, Buffer::default)?;
+    scratch[..threads].iter_mut().try_for_each(|scratch| scratch.reserve(len))?;
+    parallel::for_each_task(blocks.len(), &mut scratch[..threads], |_, scratch| {
+        if let Some(out) = blocks.take() {
+            let (block, scratch) = (Block { a, b, bias, out }, scratch.as_mut_slice());
+            level.dispatch(Tiled { block, b: right, terms, scratch });
+        }
+    });
+    // A thread that ends has no use for it.
+    let _ = SPARE.try_with(|spare| spare.set(scratch));
     Ok(())
 }
 

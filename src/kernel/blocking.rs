@@ -159,7 +159,8 @@ const MATRIX_QUERIES: usize = 64;
 /// Rows of a task on matrix tiles, which share packed keys and values: the more the better, as long as there are tasks for many
 /// threads. Changes no bit.
 fn matrix_rows(problem: &Problem<'_>) -> usize {
-    let tasks = |rows: usize| problem.seqlen_q.div_ceil(rows).saturating_mul(problem.batch).saturating_mul(problem.num_heads);
+    let tasks =
+        |rows: usize| problem.seqlen_q.div_ceil(rows).saturating_mul(problem.batch).saturating_mul(problem.num_heads);
     let enough = [4, 2].into_iter().map(|blocks| blocks * BLOCK_ROWS).find(|&rows| tasks(rows) >= MATRIX_TASKS);
     enough.unwrap_or(BLOCK_ROWS)
 }

@@ -18,8 +18,8 @@ use core::ops::Range;
 
 use super::blocking::{Blocking, is_few, pieces};
 use super::lanes::{Lanes, MAX_LANES, Op};
-use super::matrix::{Matrix, OnMatrix, SIDE, STEP};
 use super::mask_tile::{self, Place, Verdict};
+use super::matrix::{Matrix, OnMatrix, SIDE, STEP};
 use super::online::{KEY_ALIGN, RowState, Softmax};
 use super::pack::{load_row, load_rows};
 use super::score::{Rule, ScorePass};

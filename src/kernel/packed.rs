@@ -4,6 +4,8 @@
 //! length; so tiles and blocks may be cut as is fastest, no bit depends on them. (A chain over all of k would be simpler, and its
 //! error larger: with k = 512, that of PyTorch's documentation example would exceed 1e-5 of its largest output without FMA.)
 
+use core::ops::Range;
+
 use super::lanes::{Lanes, MAX_LANES, Op};
 use super::operand::Operand;
 use super::pack::load_elements;
@@ -33,8 +35,14 @@ pub(crate) struct Left<'a> {
 }
 
 impl<'a> Left<'a> {
+    /// A row as `f32`.
+    pub(super) fn load_row(&self, row: usize, to: &mut [f32]) {
+        let [stride, step] = self.layout.strides;
+        load_elements(self.data, row * stride, step, to);
+    }
+
     /// The rows `from..to` where they lie, if they are `f32` side by side.
-    fn in_place(&self, from: usize, to: usize) -> Option<Rows<'a>> {
+    pub(super) fn in_place(&self, from: usize, to: usize) -> Option<Rows<'a>> {
         let ([_, width], [stride, step]) = (self.layout.shape, self.layout.strides);
         if width == 0 || from == to {
             return Some(Rows { data: &[], stride: 0, width: 0, count: to - from });
@@ -77,6 +85,13 @@ pub(crate) struct Block<'a, 'o> {
     pub(crate) bias: Option<&'a [f32]>,
     /// No more than [`BLOCK_ROWS`] rows and [`BLOCK_COLUMNS`] columns, which begin with a panel.
     pub(crate) out: AnyRowBlock<'o>,
+}
+
+impl Block<'_, '_> {
+    /// Some of its rows and columns, which begin with a panel.
+    pub(super) fn part(&mut self, rows: Range<usize>, columns: Range<usize>) -> Block<'_, '_> {
+        Block { a: self.a, b: self.b, bias: self.bias, out: self.out.part(rows, columns) }
+    }
 }
 
 impl Op for Block<'_, '_> {
@@ -393,10 +408,11 @@ fn streams<L: Lanes, T: Operand, const NP: usize, const MR: usize>(
 }
 
 /// Adds the bias to finished rows of a panel, `[row][column]`, and writes them.
-struct Finish<'t, 'a, 'o> {
-    block: &'t mut Block<'a, 'o>,
-    sums: &'t mut [f32],
-    at: [usize; 2],
+pub(super) struct Finish<'t, 'a, 'o> {
+    pub(super) block: &'t mut Block<'a, 'o>,
+    pub(super) sums: &'t mut [f32],
+    /// First row, counted from the block's, and panel.
+    pub(super) at: [usize; 2],
 }
 
 impl Op for Finish<'_, '_, '_> {

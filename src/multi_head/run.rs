@@ -6,14 +6,12 @@ use std::sync::{Mutex, PoisonError};
 
 use super::Checked;
 use crate::kernel::blocking::{self, Blocking};
-use crate::element::AnySlice;
 use crate::kernel::fused::{Attend, Job, Step};
-use crate::kernel::matrix::MAX_TERMS;
 use crate::kernel::scratch::Scratch;
 use crate::problem::Problem;
 use crate::view::{AnyHeads, Grid, OutputBlocks};
 use crate::workspace::{Buffer, grow};
-use crate::{Element, Error, Level, Precision, Result, parallel};
+use crate::{Element, Error, Level, Result, parallel};
 
 /// Memory that calls reuse.
 #[derive(Debug, Default)]
@@ -34,16 +32,6 @@ pub(super) struct Task {
     pairs: u32,
     /// Block of the grid.
     block: u32,
-}
-
-/// Terms of bf16 that operands become on matrix tiles: as many as their types and the precision ask for.
-pub(super) fn terms(operands: &[AnyHeads<'_>; 3], precision: Precision) -> usize {
-    let terms = |operand: &AnyHeads<'_>| match (operand.data, precision) {
-        (AnySlice::Bf16(_), _) | (AnySlice::F32(_), Precision::Medium) => 1,
-        (AnySlice::F16(_), _) | (AnySlice::F32(_), Precision::High) => 2,
-        (AnySlice::F32(_), Precision::Highest) => MAX_TERMS,
-    };
-    operands.iter().map(terms).max().unwrap_or(MAX_TERMS)
 }
 
 /// Multiply-adds below which a call stays on the caller's thread.

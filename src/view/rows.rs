@@ -84,6 +84,13 @@ impl<T> RowBlock<'_, T> {
         self.columns.clone()
     }
 
+    /// Some of its rows and columns, for as long as nobody else asks for the block.
+    pub(crate) fn part(&mut self, rows: Range<usize>, columns: Range<usize>) -> RowBlock<'_, T> {
+        let within = |part: &Range<usize>, all: &Range<usize>| all.start <= part.start && part.end <= all.end;
+        assert!(within(&rows, &self.rows) && within(&columns, &self.columns), "a part of a block lies within it");
+        RowBlock { blocks: self.blocks, rows, columns }
+    }
+
     /// Whether `RowMut::into_slice` has slices.
     #[inline(always)]
     pub(crate) fn has_slices(&self) -> bool {
@@ -188,6 +195,15 @@ impl AnyRowBlock<'_> {
             Self::F32(block) => [block.rows(), block.columns()],
             Self::F16(block) => [block.rows(), block.columns()],
             Self::Bf16(block) => [block.rows(), block.columns()],
+        }
+    }
+
+    /// As [`RowBlock::part`].
+    pub(crate) fn part(&mut self, rows: Range<usize>, columns: Range<usize>) -> AnyRowBlock<'_> {
+        match self {
+            Self::F32(block) => AnyRowBlock::F32(block.part(rows, columns)),
+            Self::F16(block) => AnyRowBlock::F16(block.part(rows, columns)),
+            Self::Bf16(block) => AnyRowBlock::Bf16(block.part(rows, columns)),
         }
     }
 }

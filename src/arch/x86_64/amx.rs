@@ -10,7 +10,7 @@ use core::marker::PhantomData;
 use std::sync::OnceLock;
 
 use super::Avx512;
-use crate::kernel::matrix::{Matrix, MatrixOp, Multiply, Product, TILE, products};
+use crate::kernel::matrix::{MAX_PRODUCTS, Matrix, MatrixOp, Multiply, Product, TILE, products};
 
 /// Proof that the processor has AMX-TILE, AMX-BF16 and what [`Avx512`] asks for, and that the operating system lets this process use
 /// tiles: only `new` makes one.
@@ -123,13 +123,13 @@ impl Multiply for Amx {
     fn product<const NB: usize>(self, _: &Configured, op: Product<'_>) {
         op.check::<NB>();
         // Distances of the terms' tiles in bytes, product by product.
-        let mut offsets = [[0usize; 2]; 6];
-        let products = products(op.terms);
-        for (offset, (a, b)) in offsets.iter_mut().zip(products) {
-            *offset = [a * op.a_term * size_of::<f32>(), b * op.b_term * size_of::<f32>()];
+        let (mut offsets, mut count) = ([[0usize; 2]; MAX_PRODUCTS], 0);
+        for [a, b] in products(op.terms) {
+            offsets[count] = [a * op.a_term * size_of::<f32>(), b * op.b_term * size_of::<f32>()];
+            count += 1;
         }
         let (a, b, c) = (op.a.as_ptr(), op.b.as_ptr(), op.c.as_mut_ptr());
-        let (offsets, products) = (offsets.as_ptr(), products.len());
+        let (offsets, products) = (offsets.as_ptr(), count);
         // SAFETY: tiles are configured on this thread, as a `Configured` proves. There is at least one product and one step; `check`
         // has found all tiles of `a` and `b` that the steps of these products have, and `c`, within their slices. What the assembly
         // leaves in tiles is read by nobody.

@@ -1,4 +1,4 @@
-//! Attention on matrix tiles: units that multiply small bf16 matrices, with sums in `f32`.
+//! Attention, and products with packed weights, on matrix tiles: units that multiply small bf16 matrices, with sums in `f32`.
 //!
 //! An `f32` is the sum of three bf16 (8 + 8 + 8 bits), so that the product of two `f32` is the sum of nine products of bf16, of which
 //! the six largest are worth having (Henry, Tang and Heinecke 2019, "Leveraging the bfloat16 artificial intelligence datatype for
@@ -10,9 +10,13 @@
 //! O^T = V^T P     tiles of V^T are transposed as they are packed
 //! ```
 
+pub(crate) mod gemm;
 mod pack;
 mod pass;
 mod softmax;
+
+use crate::Precision;
+use crate::element::AnySlice;
 
 pub(super) use pass::{OnMatrix, ScoresOnMatrix};
 
@@ -25,6 +29,15 @@ pub(crate) const STEP: usize = 2 * SIDE;
 
 /// Terms of bf16 that make one element, at the most.
 pub(crate) const MAX_TERMS: usize = 3;
+
+/// Terms that elements of a type become: as many as it has bits for, or the precision asks for.
+pub(crate) fn terms(data: AnySlice<'_>, precision: Precision) -> usize {
+    match (data, precision) {
+        (AnySlice::Bf16(_), _) | (AnySlice::F32(_), Precision::Medium) => 1,
+        (AnySlice::F16(_), _) | (AnySlice::F32(_), Precision::High) => 2,
+        (AnySlice::F32(_), Precision::Highest) => MAX_TERMS,
+    }
+}
 
 /// A level's matrix tiles. A value is proof that they can be used.
 pub(crate) trait Matrix: Copy + Send + Sync + 'static {
@@ -61,7 +74,8 @@ pub(crate) trait Multiply: Copy {
 
 /// `c = sum of a_i b_j` over some terms of `a` and `b` and all steps; what `c` held is overwritten.
 pub(crate) struct Product<'a> {
-    pub(crate) terms: usize,
+    /// Of `a` and of `b`.
+    pub(crate) terms: [usize; 2],
     /// Steps, each of [`STEP`] elements; at least one.
     pub(crate) depth: usize,
     /// `[terms][depth][2]` tiles of `[row][pair]`, from term to term `a_term` floats.
@@ -78,22 +92,24 @@ impl Product<'_> {
     /// Panics if a tile is not within its slice.
     #[inline(always)]
     pub(crate) fn check<const NB: usize>(&self) {
-        let spans = |len: usize, term: usize, tiles: usize| {
-            let last = (self.terms - 1).checked_mul(term);
+        let spans = |len: usize, terms: usize, term: usize, tiles: usize| {
+            let last = (terms - 1).checked_mul(term);
             let tiles = self.depth.checked_mul(tiles * TILE);
             last.zip(tiles).and_then(|(last, tiles)| last.checked_add(tiles)).is_some_and(|end| end <= len)
         };
-        assert!((1..=MAX_TERMS).contains(&self.terms) && self.depth > 0 && (1..=2).contains(&NB));
-        assert!(spans(self.a.len(), self.a_term, 2) && spans(self.b.len(), self.b_term, NB));
+        let [a, b] = self.terms;
+        assert!((1..=MAX_TERMS).contains(&a) && (1..=MAX_TERMS).contains(&b));
+        assert!(self.depth > 0 && (1..=2).contains(&NB));
+        assert!(spans(self.a.len(), a, self.a_term, 2) && spans(self.b.len(), b, self.b_term, NB));
         assert!(self.c.len() >= 2 * SIDE * NB * SIDE);
     }
 }
 
-/// The products of terms that are summed, smallest first, so that few bits are lost.
-pub(crate) fn products(terms: usize) -> &'static [(usize, usize)] {
-    match terms {
-        1 => &[(0, 0)],
-        2 => &[(1, 0), (0, 1), (0, 0)],
-        _ => &[(2, 0), (1, 1), (0, 2), (1, 0), (0, 1), (0, 0)],
-    }
+/// The products of terms that are summed, smallest first, so that few bits are lost: at most [`MAX_PRODUCTS`].
+#[inline(always)]
+pub(crate) fn products([a, b]: [usize; 2]) -> impl Iterator<Item = [usize; 2]> {
+    let all: [_; MAX_PRODUCTS] = [[2, 0], [1, 1], [0, 2], [1, 0], [0, 1], [0, 0]];
+    all.into_iter().filter(move |&[i, j]| i < a && j < b && i + j < a.max(b))
 }
+
+pub(crate) const MAX_PRODUCTS: usize = 6;

@@ -166,11 +166,8 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
     fn block(&self, tiles: &mut [Tile], keys: Keys, areas: &mut Areas<'_>) {
         let (pass, keep) = (self.pass, self.pass.job.problem.keep_first);
         let Areas { k, v, work, matrix, .. } = areas;
-        let block = Block {
-            keys,
-            bad_keys: self.pack_keys(keys, k, matrix),
-            bad_values: self.pack_values(keys, v, matrix),
-        };
+        let block =
+            Block { keys, bad_keys: self.pack_keys(keys, k, matrix), bad_values: self.pack_values(keys, v, matrix) };
         for tile in tiles {
             let Some(part) = tile.part(keys, keep) else { continue };
             let scores = |queries: &[f32], s: &mut [f32]| self.scores(tile, part, &block, queries, s, k, matrix);
@@ -215,7 +212,7 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
             let whole = s.len() == STEP * lanes;
             let c = if whole { &mut *s } else { &mut *areas.product };
             let (depth, a_term, b_term) = (self.head_steps, self.key_term(), self.query_term());
-            self.product(lanes, Product { terms: self.terms, depth, a, a_term, b, b_term, c });
+            self.product(lanes, Product { terms: [self.terms; 2], depth, a, a_term, b, b_term, c });
             if !whole {
                 s.copy_from_slice(&areas.product[..s.len()]);
             }
@@ -252,7 +249,7 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
         for (i, o) in o.chunks_mut(STEP * lanes).enumerate() {
             let a = &areas.values[(i * self.key_steps + first) * 2 * TILE..];
             let (b, c, depth) = (&*areas.probabilities, &mut *areas.product, part.count.div_ceil(STEP));
-            self.product(lanes, Product { terms: self.terms, depth, a, a_term, b, b_term, c });
+            self.product(lanes, Product { terms: [self.terms; 2], depth, a, a_term, b, b_term, c });
             let alpha = tile.started.then_some(&work.pair[..lanes]);
             self.pass.l.vectorize(AddProduct { o, product: areas.product, lanes, alpha });
         }
