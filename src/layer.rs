@@ -47,7 +47,7 @@ pub use weights::Weights;
 pub use workspace::Workspace;
 
 use crate::gemm::PackedMatrix;
-use crate::{Element, Level, Result};
+use crate::{Element, Level, Matrix, Result};
 use projections::Projections;
 
 /// A multi-head attention layer with weights of type `T`. See the [module](self).
@@ -87,12 +87,14 @@ impl<T: Element> MultiHeadAttention<T> {
         let sizes = config.sizes()?;
         weights.check(&sizes)?;
         let widened = |from: &[T]| from.iter().map(|x| x.to_f32()).collect::<Vec<f32>>();
-        let level = config.wanted_level();
+        let pack = |weight: Matrix<'_, T>| {
+            PackedMatrix::new(&weight.permute([1, 0])?, config.wanted_level())?.with_tiles(config.wanted_precision())
+        };
         Ok(Self {
             config,
             sizes,
-            projections: Projections::new(&sizes, weights, level)?,
-            output: PackedMatrix::new(&weights.output.permute([1, 0])?, level)?,
+            projections: Projections::new(&sizes, weights, pack)?,
+            output: pack(weights.output)?,
             output_bias: weights.biases[3].map(widened),
             bias_kv: weights.bias_kv.map(|kv| kv.map(widened)),
             sinks: weights.sinks.map(widened),

@@ -1,7 +1,7 @@
 //! Products of a case: in `f64`, naively in `f32`, by `gemm` (`f32`, no level) and by `gemm_packed` on each level.
 
 use polyhead::gemm::{PackedMatrix, gemm, gemm_packed};
-use polyhead::{Element, Level, Matrix, MatrixMut, reference};
+use polyhead::{Element, Level, Matrix, MatrixMut, Precision, reference};
 
 use crate::Result;
 use crate::cases::Case;
@@ -28,16 +28,30 @@ pub(crate) fn measure(case: &Case, dtype: Dtype, levels: &[Level]) -> Result<Mea
     let truth = product.truth();
     let errors = |c: &[f32]| Errors::relative_to_largest(c, &truth);
     let naive = errors(&product.naive(dtype));
-    let figure = |column: &str, c: Vec<f32>| {
+    let figure = |column: &str, c: Vec<f32>, allowed| {
         let (column, errors) = (column.to_string(), errors(&c));
-        Figure { column, errors, allowed: allowed(naive, 2.0, dtype) }
+        Figure { column, errors, allowed }
     };
     let mut ours = Vec::new();
     for &level in levels {
-        ours.push(figure(level.name(), with_type!(dtype, product, packed(level))?));
+        ours.push(figure(level.name(), with_type!(dtype, product, packed(level, None))?, allowed(naive, 2.0, dtype)));
+        let mut last = None;
+        for precision in [Precision::Highest, Precision::High, Precision::Medium] {
+            let c = with_type!(dtype, product, packed(level, Some(precision)))?;
+            if level != Level::Amx || last.as_ref() == Some(&c) {
+                continue;
+            }
+            let (name, allowed) = match precision {
+                Precision::Medium => ("medium", allowed(errors(&product.rounded_to_bf16().naive(dtype)), 2.0, dtype)),
+                Precision::High => ("high", allowed(naive, 20.0, dtype)),
+                Precision::Highest => ("highest", allowed(naive, 2.0, dtype)),
+            };
+            ours.push(figure(&format!("{} tiles {name}", level.name()), c.clone(), allowed));
+            last = Some(c);
+        }
     }
     if dtype == Dtype::F32 {
-        ours.push(figure("gemm", product.gemm()?));
+        ours.push(figure("gemm", product.gemm()?, allowed(naive, 2.0, dtype)));
     }
     Ok(Measured { checksum: inputs.checksum(), naive, ours })
 }
@@ -57,12 +71,21 @@ impl Product {
         Ok(c)
     }
 
-    fn packed<T: Element>(&self, level: Level) -> polyhead::Result<Vec<f32>> {
+    /// On matrix tiles with a precision, where the level has them.
+    fn packed<T: Element>(&self, level: Level, precision: Option<Precision>) -> polyhead::Result<Vec<f32>> {
         let [m, n, k] = self.shape;
         let (a, b, mut c) = (narrow::<T>(&self.a), narrow::<T>(&self.b), vec![T::default(); m * n]);
-        let b = PackedMatrix::new(&Matrix::contiguous(&b, [k, n])?, Some(level))?;
+        let mut b = PackedMatrix::new(&Matrix::contiguous(&b, [k, n])?, Some(level))?;
+        if let Some(precision) = precision {
+            b = b.with_tiles(precision)?;
+        }
         gemm_packed(&Matrix::contiguous(&a, [m, k])?, &b, None, &mut MatrixMut::contiguous(&mut c, [m, n])?)?;
         Ok(widen(c))
+    }
+
+    fn rounded_to_bf16(&self) -> Self {
+        let round = |data: &[f32]| data.iter().map(|&x| Dtype::Bf16.round(x)).collect();
+        Self { shape: self.shape, a: round(&self.a), b: round(&self.b) }
     }
 
     /// Dot products in order, in `f32`, one rounding to the type in the end.

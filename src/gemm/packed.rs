@@ -228,14 +228,15 @@ pub fn gemm_packed<A: Element, T: Element, O: Element>(
     bias: Option<&[f32]>,
     out: &mut MatrixMut<'_, O>,
 ) -> Result<()> {
-    gemm_packed_columns(a, b, 0..b.shape[1], bias, out)
+    gemm_packed_columns(a, b, 0..b.shape[1], true, bias, out)
 }
 
-/// [`gemm_packed`] with some columns of B alone, which begin with a panel.
+/// [`gemm_packed`] with some columns of B alone, which begin with a panel, and on tiles only if `tiles` allows it.
 pub(crate) fn gemm_packed_columns<A: Element, T: Element, O: Element>(
     a: &Matrix<'_, A>,
     b: &PackedMatrix<T>,
     columns: Range<usize>,
+    tiles: bool,
     bias: Option<&[f32]>,
     out: &mut MatrixMut<'_, O>,
 ) -> Result<()> {
@@ -255,11 +256,12 @@ pub(crate) fn gemm_packed_columns<A: Element, T: Element, O: Element>(
     }
     let left = Left { data: A::erase(a.data()), layout: a.layout() };
     let panels = T::erase(&b.panels()[columns.start * k..]);
-    let [rows, width] = if b.tiles.is_some() { TILED_BLOCK } else { [BLOCK_ROWS, BLOCK_COLUMNS] };
+    let tiles = b.tiles.as_ref().filter(|_| tiles);
+    let [rows, width] = if tiles.is_some() { TILED_BLOCK } else { [BLOCK_ROWS, BLOCK_COLUMNS] };
     // As equal as can be: a last block of a few rows would read B for little.
     let height = m.div_ceil(m.div_ceil(rows));
     let blocks = AnyRowBlocks::grid(out.reborrow(), [height, width]);
-    let Some(tiles) = &b.tiles else {
+    let Some(tiles) = tiles else {
         run(b.level, left, panels, bias, &blocks);
         return Ok(());
     };

@@ -93,7 +93,11 @@ impl<'a> Blocking<'a> {
         Ok(Self {
             grid,
             lanes,
-            rows: queries.saturating_mul(problem.group.max(1)).min(block_rows),
+            rows: match terms {
+                0 => queries.saturating_mul(problem.group.max(1)).min(block_rows),
+                // The most that a longer sequence may have: memory does not grow with it.
+                _ => problem.seqlen_q.saturating_mul(problem.group.max(1)).min(MATRIX_ROWS),
+            },
             block_rows,
             head_dim_padded: padded(problem.head_dim)?,
             head_dim_v_padded: padded(problem.head_dim_v)?,
@@ -161,9 +165,10 @@ const MATRIX_QUERIES: usize = 64;
 fn matrix_rows(problem: &Problem<'_>) -> usize {
     let tasks =
         |rows: usize| problem.seqlen_q.div_ceil(rows).saturating_mul(problem.batch).saturating_mul(problem.num_heads);
-    let enough = [4, 2].into_iter().map(|blocks| blocks * BLOCK_ROWS).find(|&rows| tasks(rows) >= MATRIX_TASKS);
-    enough.unwrap_or(BLOCK_ROWS)
+    [MATRIX_ROWS, MATRIX_ROWS / 2].into_iter().find(|&rows| tasks(rows) >= MATRIX_TASKS).unwrap_or(BLOCK_ROWS)
 }
+
+const MATRIX_ROWS: usize = 512;
 
 const MATRIX_TASKS: usize = 16;
 

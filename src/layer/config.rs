@@ -163,6 +163,10 @@ impl Config {
         self.level
     }
 
+    pub(super) fn wanted_precision(&self) -> Precision {
+        self.precision
+    }
+
     /// The options of a call, with what the layer adds to them. The call's own scale, softcap and window take precedence.
     pub(super) fn options<'a>(&self, options: &Options<'a>) -> Options<'a> {
         Options {

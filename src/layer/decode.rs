@@ -82,7 +82,7 @@ impl<T: Element> MultiHeadAttention<T> {
             }
             return Err(error);
         }
-        self.project_heads(rows, heads, &mut out)
+        self.project_heads(rows, heads, None, &mut out)
     }
 
     /// As [`decode_into`](Self::decode_into), with the output, packed (batch, n, output_dim), in a vector.

@@ -8,7 +8,7 @@ use super::extra_keys::turn_columns;
 use super::inputs::order;
 use super::rows::{Rows, for_rows};
 use super::{Inputs, MultiHeadAttention, Workspace};
-use crate::gemm::gemm_packed;
+use crate::gemm::gemm_packed_columns;
 use crate::problem::{check_shape, packed_len};
 use crate::workspace::Buffer;
 use crate::{Element, Error, Heads, HeadsMut, Matrices, MatricesMut, Options, Ragged, Result, multi_head_with};
@@ -183,7 +183,7 @@ impl<T: Element> MultiHeadAttention<T> {
         if let Some((weights, _)) = outputs.weights.as_mut().filter(|_| extra > 0) {
             turn_columns(weights, extra);
         }
-        self.project_heads(rows, heads, &mut outputs.out)
+        self.project_heads(rows, heads, inputs.starts.map(|[queries, _]| queries), &mut outputs.out)
     }
 
     /// Projects attention outputs, heads side by side.
@@ -191,10 +191,12 @@ impl<T: Element> MultiHeadAttention<T> {
         &self,
         rows: Rows,
         heads: &mut Buffer,
+        starts: Option<&[usize]>,
         out: &mut MatricesMut<'_, O>,
     ) -> Result<()> {
         let x = rows.matrices(heads.as_mut_slice(), self.sizes.concat())?;
-        for_rows(x, out, |x, out| gemm_packed(x, &self.output, self.output_bias.as_deref(), out))
+        let (columns, bias) = (0..self.sizes.output_dim, self.output_bias.as_deref());
+        for_rows(x, out, starts, |x, out, many| gemm_packed_columns(x, &self.output, columns.clone(), many, bias, out))
     }
 
     /// Projects all inputs, those that are the same by one product.
@@ -210,7 +212,8 @@ impl<T: Element> MultiHeadAttention<T> {
             while self.projections.is_joint() && end < 3 && inputs.same(first, end) {
                 end += 1;
             }
-            let made = self.project_parts(inputs.tokens[first], first..end, &mut buffers[first])?;
+            let starts = inputs.starts.map(|[queries, keys]| if first == 0 { queries } else { keys });
+            let made = self.project_parts((inputs.tokens[first], starts), first..end, &mut buffers[first])?;
             projected[first..end].fill(Some(made));
             first = end;
         }
@@ -220,7 +223,7 @@ impl<T: Element> MultiHeadAttention<T> {
     /// Projects an input for some parts, behind room for additional keys if there are keys or values among these.
     fn project_parts<A: Element>(
         &self,
-        x: Matrices<'_, A>,
+        (x, starts): (Matrices<'_, A>, Option<&[usize]>),
         parts: Range<usize>,
         buffer: &mut Buffer,
     ) -> Result<Projected> {
@@ -232,7 +235,7 @@ impl<T: Element> MultiHeadAttention<T> {
         buffer.reserve(rows.len()?)?;
         let data = buffer.as_mut_slice();
         let mut out = rows.matrices_mut(data, extra, columns)?;
-        for_rows(x, &mut out, |x, out| self.projections.project(x, parts.clone(), out))?;
+        for_rows(x, &mut out, starts, |x, out, many| self.projections.project(x, parts.clone(), many, out))?;
         for part in parts.clone().filter(|&part| part > 0) {
             let column = self.projections.offset(part, parts.start);
             for item in 0..batch {

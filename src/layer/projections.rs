@@ -6,7 +6,7 @@ use super::config::Sizes;
 use super::weights::Weights;
 use crate::gemm::{PackedMatrix, gemm_packed_columns};
 use crate::workspace::grow;
-use crate::{Element, Level, Matrix, MatrixMut, Result};
+use crate::{Element, Matrix, MatrixMut, Result};
 
 /// Columns at which a part may begin: a multiple of the width of every level's panels.
 const ALIGN: usize = 32;
@@ -48,8 +48,12 @@ pub(super) struct Projections<T: Element> {
 }
 
 impl<T: Element> Projections<T> {
-    /// `weights` fit `sizes`.
-    pub(super) fn new(sizes: &Sizes, weights: &Weights<'_, T>, level: Option<Level>) -> Result<Self> {
+    /// `weights` fit `sizes`; `pack` packs the transpose of a matrix.
+    pub(super) fn new(
+        sizes: &Sizes,
+        weights: &Weights<'_, T>,
+        pack: impl Fn(Matrix<'_, T>) -> Result<PackedMatrix<T>>,
+    ) -> Result<Self> {
         let Sizes { num_heads, num_kv_heads, head_dim, head_dim_v, .. } = *sizes;
         let mut first = 0;
         let parts =
@@ -77,9 +81,8 @@ impl<T: Element> Projections<T> {
                     *x = matrix.get([i / inputs[0], i % inputs[0]]).unwrap_or_default();
                 }
             }
-            Packs::Joint(PackedMatrix::new(&Matrix::contiguous(&joint, [end, inputs[0]])?.permute([1, 0])?, level)?)
+            Packs::Joint(pack(Matrix::contiguous(&joint, [end, inputs[0]])?)?)
         } else {
-            let pack = |matrix: Matrix<'_, T>| PackedMatrix::new(&matrix.permute([1, 0])?, level);
             Packs::Separate([pack(weights.query)?, pack(weights.key)?, pack(weights.value)?])
         };
         Ok(Self { packs, parts, bias, has_bias: [0, 1, 2].map(|part| weights.biases[part].is_some()) })
@@ -100,19 +103,20 @@ impl<T: Element> Projections<T> {
         self.parts[part].first - self.parts[from].first
     }
 
-    /// Projects rows of an input. `out` has [`columns`](Self::columns).
+    /// Projects rows of an input, which are of sequences with `many` tokens or not. `out` has [`columns`](Self::columns).
     pub(super) fn project<A: Element>(
         &self,
         x: &Matrix<'_, A>,
         parts: Range<usize>,
+        many: bool,
         out: &mut MatrixMut<'_, f32>,
     ) -> Result<()> {
         let first = self.parts[parts.start].first;
         let columns = first..first + self.columns(parts.clone());
         let bias = Some(&self.bias[columns.clone()]);
         match &self.packs {
-            Packs::Joint(pack) => gemm_packed_columns(x, pack, columns, bias, out),
-            Packs::Separate(packs) => gemm_packed_columns(x, &packs[parts.start], 0..columns.len(), bias, out),
+            Packs::Joint(pack) => gemm_packed_columns(x, pack, columns, many, bias, out),
+            Packs::Separate(packs) => gemm_packed_columns(x, &packs[parts.start], 0..columns.len(), many, bias, out),
         }
     }
 

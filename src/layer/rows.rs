@@ -90,17 +90,37 @@ impl Rows {
     }
 }
 
+/// Tokens of a sequence from which on its products are worth matrix tiles: a matter of the sequence alone, as its bits are. From a
+/// model, not measured: a product of few rows is bound by reading weights, and terms of `f32` are half as large again.
+const TILED_TOKENS: usize = 32;
+
 /// Does what a product does to all rows of (batch, seq, columns) at once, if they lie so, else to those of each item. Products of
-/// packed weights give a row the same bits either way.
+/// packed weights give a row the same bits either way. The product is told whether the rows are of sequences with many tokens;
+/// `starts` says where those of packed tokens begin.
 pub(super) fn for_rows<A: Element, O: Element>(
     x: Matrices<'_, A>,
     out: &mut MatricesMut<'_, O>,
-    product: impl Fn(&Matrix<'_, A>, &mut MatrixMut<'_, O>) -> Result<()>,
+    starts: Option<&[usize]>,
+    product: impl Fn(&Matrix<'_, A>, &mut MatrixMut<'_, O>, bool) -> Result<()>,
 ) -> Result<()> {
+    if let Some(starts) = starts {
+        let (x, mut out) = (x.item(0), out.item_mut(0));
+        let many = |i: usize| starts[i + 1] - starts[i] >= TILED_TOKENS;
+        let mut first = 0;
+        while first + 1 < starts.len() {
+            let like = (first + 1..starts.len() - 1).take_while(|&i| many(i) == many(first)).count();
+            let (rows, many) = (starts[first]..starts[first + 1 + like], many(first));
+            product(&x.rows(rows.clone()), &mut out.rows_mut(rows), many)?;
+            first += 1 + like;
+        }
+        return Ok(());
+    }
+    let product = |x: &Matrix<'_, A>, out: &mut MatrixMut<'_, O>, seq: usize| product(x, out, seq >= TILED_TOKENS);
+    let seq = x.shape()[1];
     if order(&x.layout()) == order(&out.layout())
         && let (Some(x), Some(mut out)) = (flattened(x), flattened_mut(out))
     {
-        return product(&x, &mut out);
+        return product(&x, &mut out, seq);
     }
-    (0..x.shape()[0]).try_for_each(|item| product(&x.item(item), &mut out.item_mut(item)))
+    (0..x.shape()[0]).try_for_each(|item| product(&x.item(item), &mut out.item_mut(item), seq))
 }

@@ -1,5 +1,7 @@
 //! Views of the same elements with other axes.
 
+use core::ops::Range;
+
 use super::{Heads, Layout, Matrices, MatricesMut, Matrix, MatrixMut, View, ViewMut};
 use crate::{Error, Result};
 
@@ -78,5 +80,25 @@ impl<'a, T: Copy> MatricesMut<'a, T> {
         let ([_, rows, columns], [item, down, across]) = (self.shape(), self.strides());
         let data = if self.layout.shape.contains(&0) { &mut [] } else { &mut self.data[index * item..] };
         ViewMut { data, layout: Layout { shape: [rows, columns], strides: [down, across] } }
+    }
+}
+
+impl<'a, T: Copy> Matrix<'a, T> {
+    /// Some of the rows, which there must be.
+    pub(crate) fn rows(self, rows: Range<usize>) -> Self {
+        let ([count, columns], [down, _]) = (self.shape(), self.strides());
+        assert!(rows.start <= rows.end && rows.end <= count);
+        let data = if rows.is_empty() || columns == 0 { &[] } else { &self.data[rows.start * down..] };
+        View { data, layout: Layout { shape: [rows.len(), columns], ..self.layout } }
+    }
+}
+
+impl<T: Copy> MatrixMut<'_, T> {
+    /// As [`Matrix::rows`].
+    pub(crate) fn rows_mut(&mut self, rows: Range<usize>) -> MatrixMut<'_, T> {
+        let ([count, columns], [down, _]) = (self.shape(), self.strides());
+        assert!(rows.start <= rows.end && rows.end <= count);
+        let data = if rows.is_empty() || columns == 0 { &mut [] } else { &mut self.data[rows.start * down..] };
+        ViewMut { data, layout: Layout { shape: [rows.len(), columns], ..self.layout } }
     }
 }

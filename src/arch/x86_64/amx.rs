@@ -248,3 +248,100 @@ unsafe fn narrow(a: *const f32, b: *const f32, c: *mut f32, offsets: *const [usi
         );
     }
 }
+
+#[cfg(all(test, not(polyhead_emulated_matrix)))]
+mod tests {
+    use super::*;
+    use crate::kernel::matrix::{SIDE, STEP};
+
+    /// The tiles of this machine; without them the tests here have nothing to look at, and say so.
+    fn amx() -> Option<Amx> {
+        let amx = Amx::new();
+        if amx.is_none() {
+            eprintln!("skipped: no AMX");
+        }
+        amx
+    }
+
+    /// Small integers: every product and sum is exact.
+    fn integers(len: usize, mut seed: u32) -> Vec<f32> {
+        let mut next = || {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            ((seed >> 24) % 17) as f32 - 8.0
+        };
+        // Two a float: bf16 is the upper half of an `f32`.
+        (0..len).map(|_| f32::from_bits(next().to_bits() >> 16 | next().to_bits() & 0xffff_0000)).collect()
+    }
+
+    fn halves(pair: f32) -> [f32; 2] {
+        [f32::from_bits(pair.to_bits() << 16), f32::from_bits(pair.to_bits() & 0xffff_0000)]
+    }
+
+    fn check<const NB: usize>(amx: Amx, configured: &Configured, terms: [usize; 2], depth: usize) {
+        let (a_term, b_term) = (depth * 2 * TILE + 32, depth * NB * TILE + 48);
+        let (a, b) = (integers(terms[0] * a_term, 1), integers(terms[1] * b_term, 2));
+        let mut c = vec![f32::NAN; STEP * NB * SIDE];
+        amx.product::<NB>(configured, Product { terms, depth, a: &a, a_term, b: &b, b_term, c: &mut c });
+        for (at, &c) in c.iter().enumerate() {
+            let (row, column) = (at / (NB * SIDE), at % (NB * SIDE));
+            let mut sum = 0.0;
+            for [i, j] in products(terms) {
+                for step in 0..depth {
+                    let a = &a[i * a_term + (step * 2 + row / SIDE) * TILE + row % SIDE * SIDE..][..SIDE];
+                    let b = &b[j * b_term + (step * NB + column / SIDE) * TILE + column % SIDE..];
+                    for (pair, &a) in a.iter().enumerate() {
+                        let ([a0, a1], [b0, b1]) = (halves(a), halves(b[pair * SIDE]));
+                        sum += a0 * b0 + a1 * b1;
+                    }
+                }
+            }
+            assert_eq!(c, sum, "[{row}, {column}] of {terms:?} x {depth} x {NB}");
+        }
+    }
+
+    #[test]
+    fn products_are_those_of_matrices() {
+        let Some(amx) = amx() else { return };
+        let configured = amx.configure();
+        for terms in [[1, 1], [1, 2], [2, 1], [2, 2], [3, 1], [1, 3], [3, 2], [2, 3], [3, 3]] {
+            for depth in [1, 2, 5] {
+                check::<1>(amx, &configured, terms, depth);
+                check::<2>(amx, &configured, terms, depth);
+            }
+        }
+    }
+
+    #[test]
+    #[should_panic(expected = "spans")]
+    fn tiles_outside_of_a_slice_are_refused() {
+        let Some(amx) = amx() else { panic!("spans: skipped") };
+        let (a, b, mut c) = ([0.0; 2 * TILE], [0.0; TILE - 1], [0.0; STEP * SIDE]);
+        let (a, b, c) = (&a[..], &b[..], &mut c[..]);
+        amx.product::<1>(&amx.configure(), Product { terms: [1, 1], depth: 1, a, a_term: 0, b, b_term: 0, c });
+    }
+
+    #[test]
+    fn tiles_stay_configured_while_anybody_needs_them() {
+        let Some(amx) = amx() else { return };
+        let outer = amx.configure();
+        drop(amx.configure());
+        check::<2>(amx, &outer, [3, 3], 2);
+        let inner = amx.configure();
+        drop(outer);
+        check::<2>(amx, &inner, [3, 3], 2);
+        let panicked = std::panic::catch_unwind(|| {
+            let _configured = amx.configure();
+            panic!("with tiles");
+        });
+        assert!(panicked.is_err());
+        check::<1>(amx, &inner, [1, 1], 1);
+        std::thread::spawn(move || check::<2>(amx, &amx.configure(), [2, 2], 3)).join().expect("another thread");
+        check::<1>(amx, &inner, [2, 2], 1);
+        drop(inner);
+        assert_eq!(CONFIGURED.get(), 0);
+        // A guard that nobody drops costs a release, no more.
+        core::mem::forget(amx.configure());
+        check::<2>(amx, &amx.configure(), [1, 1], 1);
+        CONFIGURED.set(0);
+    }
+}

@@ -7,8 +7,10 @@ use super::super::scratch::{Areas, MatrixAreas, Tile, Work};
 use super::super::tile::{Rows, Transpose};
 use super::pack::{PackColumns, PackLanes, PackRows};
 use super::softmax::SoftmaxTerms;
-use super::{MatrixOp, Multiply, Product, SIDE, STEP, TILE};
+use super::{MAX_TERMS, MatrixOp, Multiply, Product, SIDE, STEP, TILE, terms};
+use crate::Precision;
 use crate::element::AnySlice;
+use crate::view::AnyHeads;
 
 /// All keys against the tiles of rows of a pass, whose output rows it leaves as the other paths do.
 pub(crate) struct OnMatrix<'p, 'a, 't, 's, L> {
@@ -61,10 +63,16 @@ struct Run<'p, 'a, L, M: Multiply> {
     pass: &'p Pass<'a, L>,
     matrix: M,
     configured: M::Configured,
-    terms: usize,
+    /// Of queries, keys, values and probabilities.
+    terms: [usize; 4],
     /// Steps of head_dim, and steps that a block of keys has room for.
     head_steps: usize,
     key_steps: usize,
+}
+
+/// Terms that the bits of an operand's elements fill.
+fn own_terms(operand: &AnyHeads<'_>) -> usize {
+    terms(operand.data, Precision::Highest)
 }
 
 /// A block of keys and values in tiles.
@@ -82,7 +90,8 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
             pass,
             matrix,
             configured: matrix.configure(),
-            terms: blocking.terms,
+            terms: [own_terms(&pass.job.q), own_terms(&pass.job.k), own_terms(&pass.job.v), MAX_TERMS]
+                .map(|terms| terms.min(blocking.terms)),
             head_steps: problem.head_dim.div_ceil(STEP),
             key_steps: blocking.block_k.div_ceil(STEP),
         }
@@ -113,7 +122,8 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
     }
 
     fn queries_of<'q>(&self, tile: &Tile, queries: &'q mut [f32]) -> &'q mut [f32] {
-        &mut queries[tile.index * self.terms * self.query_term()..][..self.terms * self.query_term()]
+        let len = self.terms[0] * self.query_term();
+        &mut queries[tile.index * len..][..len]
     }
 
     fn pack_queries(&self, tile: &Tile, areas: &mut Areas<'_>) {
@@ -121,7 +131,7 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
         let src = self.pass.area_of(tile, work.queries, self.pass.job.problem.head_dim);
         let flags = &mut matrix.query_flags[tile.first..];
         let dst = self.queries_of(tile, matrix.queries);
-        let (terms, term) = (self.terms, self.query_term());
+        let (terms, term) = (self.terms[0], self.query_term());
         self.pass.l.vectorize(PackLanes { src, lanes: tile.lanes, terms, dst, term, flags });
         // Lanes without a row hold anything.
         flags[tile.rows..tile.lanes].fill(0.0);
@@ -129,7 +139,7 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
 
     /// Brings keys into tiles, and says whether some are out of range.
     fn pack_keys(&self, keys: Keys, k: &mut [f32], areas: &mut MatrixAreas<'_>) -> bool {
-        let (pass, terms) = (self.pass, self.terms);
+        let (pass, terms) = (self.pass, self.terms[1]);
         let at = [pass.batch, pass.kv_head, keys.first];
         let (dst, term, flags) = (&mut *areas.keys, self.key_term(), &mut *areas.key_flags);
         macro_rules! in_place {
@@ -155,7 +165,7 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
 
     /// Brings values into tiles, and says whether some are out of range.
     fn pack_values(&self, keys: Keys, v: &mut [f32], areas: &mut MatrixAreas<'_>) -> bool {
-        let (pass, terms) = (self.pass, self.terms);
+        let (pass, terms) = (self.pass, self.terms[2]);
         let at = [pass.batch, pass.kv_head, keys.first];
         let rows = load_rows(&pass.job.v, at, keys.count, L::LANES, v);
         let (dst, term, flags) = (&mut *areas.values, self.value_term(), &mut *areas.value_flags);
@@ -179,7 +189,7 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
                 c: pass.scale.c,
                 state,
                 alpha: &mut work.pair[..tile.lanes],
-                terms: self.terms,
+                terms: self.terms[3],
                 p: matrix.probabilities,
                 term: self.probability_term(),
                 keep: block.bad_values,
@@ -212,7 +222,8 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
             let whole = s.len() == STEP * lanes;
             let c = if whole { &mut *s } else { &mut *areas.product };
             let (depth, a_term, b_term) = (self.head_steps, self.key_term(), self.query_term());
-            self.product(lanes, Product { terms: [self.terms; 2], depth, a, a_term, b, b_term, c });
+            let terms = [self.terms[1], self.terms[0]];
+            self.product(lanes, Product { terms, depth, a, a_term, b, b_term, c });
             if !whole {
                 s.copy_from_slice(&areas.product[..s.len()]);
             }
@@ -249,7 +260,8 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
         for (i, o) in o.chunks_mut(STEP * lanes).enumerate() {
             let a = &areas.values[(i * self.key_steps + first) * 2 * TILE..];
             let (b, c, depth) = (&*areas.probabilities, &mut *areas.product, part.count.div_ceil(STEP));
-            self.product(lanes, Product { terms: [self.terms; 2], depth, a, a_term, b, b_term, c });
+            let terms = [self.terms[2], self.terms[3]];
+            self.product(lanes, Product { terms, depth, a, a_term, b, b_term, c });
             let alpha = tile.started.then_some(&work.pair[..lanes]);
             self.pass.l.vectorize(AddProduct { o, product: areas.product, lanes, alpha });
         }
