@@ -313,7 +313,8 @@ impl<'o> MultiHead<'o> {
 pub struct Explanation {
     /// The level it runs on.
     pub level: Level,
-    /// The algorithm: `"fused"` with queries in lanes, or `"fused, few rows"` with head_dim in lanes, for decoding.
+    /// The algorithm: `"fused"` with queries in lanes, `"fused, few rows"` with head_dim in lanes, for decoding, or `"fused, matrix
+    /// tiles"` with both products on tiles ([`Level::Amx`]).
     pub path: &'static str,
     /// Queries and keys of a tile of scores.
     pub tile: (usize, usize),
@@ -335,7 +336,11 @@ impl Explanation {
         let width = (problem.head_dim as u64).saturating_add(problem.head_dim_v as u64);
         Self {
             level,
-            path: if is_few(problem, 0) { "fused, few rows" } else { "fused" },
+            path: match (is_few(problem, 0), blocking.on_matrix(problem, 0)) {
+                (true, _) => "fused, few rows",
+                (false, true) => "fused, matrix tiles",
+                (false, false) => "fused",
+            },
             tile: (blocking.tile(), blocking.block_k),
             tasks: workspace.tasks.len(),
             threads,

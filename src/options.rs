@@ -4,13 +4,18 @@ use crate::{Bias, Diagonal, Level, Mask, Window};
 
 /// How exactly products of `f32` operands are computed, with the names of PyTorch's `float32_matmul_precision`.
 ///
-/// The levels of this release compute every precision as `Highest`.
+/// [`Level::Amx`] multiplies bf16: it takes an `f32` as a sum of three, two or one of them, and adds the six, three or one largest of
+/// their products in `f32` (Henry, Tang and Heinecke 2019, section III), for sequences of 64 queries or more. All other levels,
+/// and shorter sequences, compute every precision as `Highest`.
+///
+/// Operands of 16 bits are not asked: on tiles an f16 is the sum of two bf16, with the error of `High`; and where queries, keys
+/// and values are bf16 (or the precision is `Medium`), probabilities are rounded to bf16, and the LSE has an error of up to 2^-13.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 pub enum Precision {
-    /// The accuracy of plain `f32` arithmetic.
+    /// The accuracy of plain `f32` arithmetic: at most twice its error.
     #[default]
     Highest,
-    /// A relative error of about 2^-16 is allowed.
+    /// A relative error of about 2^-16 is allowed: ten to twenty times that of plain `f32` arithmetic.
     High,
     /// Operands may be rounded to bf16.
     Medium,

@@ -5,6 +5,7 @@
 //! [`Level::Portable`].
 
 use crate::Level;
+use crate::kernel::matrix::{Matrix, MatrixOp, Multiply, Product, SIDE, STEP, TILE};
 use crate::kernel::{self, Lanes, Op, exp_nonpositive, exp2_nonpositive};
 use core::hint::black_box;
 
@@ -17,6 +18,12 @@ const CHAINS: usize = if cfg!(target_arch = "aarch64") { 24 } else { 14 };
 /// made of all results.
 pub fn fma(level: Level, rounds: u64) -> (u64, f32) {
     level.dispatch(Vectorized(Fma { rounds }))
+}
+
+/// Runs `rounds` products of 32 x 128 by 128 x 32 bf16 on the level's matrix tiles, operands in L1; the floating-point operations done,
+/// and the sum of the last product's elements, which are all 128. `None` if the level has none.
+pub fn tiles(level: Level, rounds: u64) -> Option<(u64, f32)> {
+    level.dispatch(Tiles { rounds })
 }
 
 /// `out = e^x` for x <= 0, as the fused kernel computes its probabilities (2^(x log2(e)), 0 below 2^-126).
@@ -87,6 +94,37 @@ impl Op for Fma {
         }
         let total = acc.into_iter().fold(l.splat(0.0), |total, acc| l.add(total, acc));
         (self.rounds * (2 * CHAINS * L::LANES) as u64, l.sum(total))
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Tiles {
+    rounds: u64,
+}
+
+impl Op for Tiles {
+    type Output = Option<(u64, f32)>;
+    fn run<L: Lanes>(self, l: L) -> Self::Output {
+        l.matrix().map(|matrix| matrix.run(self))
+    }
+}
+
+impl MatrixOp for Tiles {
+    type Output = (u64, f32);
+    fn run<M: Multiply>(self, matrix: M) -> (u64, f32) {
+        const DEPTH: usize = 4;
+        const SIDES: usize = 2 * SIDE;
+        #[repr(align(64))]
+        struct Aligned<const N: usize>([f32; N]);
+        // Two ones.
+        let ones = Aligned([f32::from_bits(0x3f80_3f80); DEPTH * 2 * TILE]);
+        let (ones, mut c) = (&black_box(&ones).0, Aligned([0.0; SIDES * SIDES]));
+        let configured = matrix.configure();
+        for _ in 0..self.rounds {
+            let (a, b, c) = (&ones[..], &ones[..], &mut c.0[..]);
+            matrix.product::<2>(&configured, Product { terms: [1, 1], depth: DEPTH, a, a_term: 0, b, b_term: 0, c });
+        }
+        (self.rounds * (2 * SIDES * SIDES * DEPTH * STEP) as u64, c.0.iter().sum())
     }
 }
 
@@ -164,6 +202,14 @@ impl Op for Sum<'_> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn tiles_are_those_of_the_level() {
+        for &level in Level::available() {
+            let expected = (level == Level::Amx).then_some((3 * 2 * 32 * 32 * 128, 128.0 * 32.0 * 32.0));
+            assert_eq!(tiles(level, 3), expected, "{level:?}");
+        }
+    }
 
     #[test]
     fn counts_the_operations_it_does() {

@@ -48,6 +48,8 @@ pub(crate) struct Limits {
     pub(crate) clock: f64,
     /// FLOP/s: each level on one thread, then the best on 2, 3, ... threads.
     pub(crate) fma: Vec<Rate>,
+    /// FLOP/s of bf16 products on matrix tiles, of the levels that have them, on one thread.
+    pub(crate) tiles: Vec<Rate>,
     /// Exponentials a second: each level on one thread, then the best on all threads.
     pub(crate) exp: Vec<Rate>,
     pub(crate) bandwidth: Vec<Bandwidth>,
@@ -71,7 +73,7 @@ impl Limits {
     pub(crate) fn count(threads: usize) -> usize {
         let (levels, counts) = (Level::available().len(), one_and_all(threads).count());
         let (clock, fma, exp) = (1, levels + threads - 1, levels + counts - 1);
-        clock + fma + exp + counts * working_sets().count()
+        clock + fma + tiled().count() + exp + counts * working_sets().count()
     }
 
     /// Measures everything, in rounds: what disturbs one may have passed by the next.
@@ -85,6 +87,7 @@ impl Limits {
             level: best,
             clock: 0.0,
             fma: each_level().chain((2..=threads).map(more)).collect(),
+            tiles: each_level().filter(|rate| tiled().any(|level| level == rate.level)).collect(),
             exp: each_level().chain(one_and_all(threads).skip(1).map(more)).collect(),
             bandwidth: working_sets().flat_map(set).collect(),
         };
@@ -93,6 +96,9 @@ impl Limits {
             limits.clock = limits.clock.max(clock(&stopwatch));
             for rate in &mut limits.fma {
                 rate.per_second = rate.per_second.max(fma(&stopwatch, &pool(rate.threads)?, rate.level));
+            }
+            for rate in &mut limits.tiles {
+                rate.per_second = rate.per_second.max(tiles(&stopwatch, rate.level));
             }
             for rate in &mut limits.exp {
                 rate.per_second = rate.per_second.max(exp(&stopwatch, &pool(rate.threads)?, rate.level));
@@ -163,6 +169,19 @@ fn fma(stopwatch: &Stopwatch, pool: &ThreadPool, level: Level) -> f64 {
         pool.broadcast(|_| black_box(probe::fma(level, black_box(ROUNDS * n))));
     });
     (flops * pool.current_num_threads() as u64) as f64 / seconds
+}
+
+/// Levels with matrix tiles.
+fn tiled() -> impl Iterator<Item = Level> {
+    Level::available().iter().copied().filter(|&level| probe::tiles(level, 1).is_some())
+}
+
+fn tiles(stopwatch: &Stopwatch, level: Level) -> f64 {
+    let flops = probe::tiles(level, 1).map_or(0, |(flops, _)| flops);
+    let seconds = best(stopwatch, |n| {
+        black_box(probe::tiles(level, black_box(n)));
+    });
+    flops as f64 / seconds
 }
 
 fn exp(stopwatch: &Stopwatch, pool: &ThreadPool, level: Level) -> f64 {

@@ -28,9 +28,14 @@ impl Report {
         self.clock(limits.clock);
         self.heading("\nFMA peak, one thread     GFLOP/s  FLOP/cycle");
         for rate in limits.fma.iter().filter(|rate| rate.threads == 1) {
-            self.fma(rate, limits.clock);
+            self.rate("fma", rate, limits.clock);
         }
-        self.amx();
+        if !limits.tiles.is_empty() {
+            self.heading("\nbf16 on tiles, one thread   GFLOP/s  FLOP/cycle");
+        }
+        for rate in &limits.tiles {
+            self.rate("tiles", rate, limits.clock);
+        }
         self.heading("\nFMA by threads           GFLOP/s  efficiency");
         for rate in limits.fma.iter().filter(|rate| rate.level == limits.level) {
             self.scaling(rate, rate.per_second / (limits.fma_peak(1) * rate.threads as f64));
@@ -63,30 +68,16 @@ impl Report {
         }
     }
 
-    fn fma(&self, rate: &Rate, clock: f64) {
+    fn rate(&self, kind: &str, rate: &Rate, clock: f64) {
         let (name, gflops, per_cycle) = (rate.level.name(), rate.per_second / 1e9, rate.per_second / clock);
         if self.json {
             let threads = rate.threads;
             println!(
                 "{}",
-                json!({ "kind": "fma", "level": name, "threads": threads, "gflops": gflops, "flops_per_cycle": per_cycle })
+                json!({ "kind": kind, "level": name, "threads": threads, "gflops": gflops, "flops_per_cycle": per_cycle })
             );
         } else {
             println!("{name:<22} {gflops:>9.1}  {per_cycle:>10.1}");
-        }
-    }
-
-    /// Matrix tiles count only where a level uses them.
-    fn amx(&self) {
-        let has_level = Level::available().iter().any(|level| level.name().contains("amx"));
-        let in_processor = std::fs::read_to_string("/proc/cpuinfo")
-            .is_ok_and(|text| text.split_whitespace().any(|flag| flag == "amx_tile"));
-        if in_processor && !has_level {
-            if self.json {
-                println!("{}", json!({ "kind": "amx", "level": null }));
-            } else {
-                println!("amx: no level in this release");
-            }
         }
     }
 

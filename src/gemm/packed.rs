@@ -199,12 +199,15 @@ fn aligned<T: Element>(len: usize) -> Result<(Vec<T>, usize)> {
 ///   side by side, else copied in pieces.
 /// - **Any size**: every axis may be 0. With `k == 0` each row is the bias, or 0.
 /// - **NaN and infinity** are carried as IEEE arithmetic does: `0 * NaN` in a sum is NaN.
-/// - **Bits**: an element is a sum of chains of fused multiply-adds (on [`Level::Portable`]: what the build's target has) over pieces
+/// - **Bits**: without [tiles](PackedMatrix::with_tiles) an element is a sum of chains of fused multiply-adds (on [`Level::Portable`]: what the build's target has) over pieces
 ///   of k of one length, in ascending order, to which the bias is added. A row of `out` depends on that row of A, on B, bias and
 ///   level only: neither on m, nor on the rows beside it, nor on strides, threads or pool.
 /// - **Accuracy**: the error of an element is at most about `min(k, 256 + k / 256) * EPSILON * sum |a b|`, plus the rounding of the
 ///   bias and of `out`.
-/// - **Memory**: nothing is allocated. Working memory is on the stack: up to 150 KiB of it if A is copied, else 10 KiB, or 42 KiB
+///   With tiles that holds for the precision `Highest`, and for bf16; `f16` by `f16` adds `2^-17 * sum |a b|`. A row of A, or some
+///   columns of B side by side, of which an element is not 0 and outside of 2^-90..2^50, is computed without them.
+/// - **Memory**: with tiles the calling thread keeps scratch for the next call, up to 128 rows of A in terms for each thread of the
+///   pool; else nothing is allocated. Working memory is on the stack: up to 150 KiB of it if A is copied, else 10 KiB, or 42 KiB
 ///   with B in `f16` or `bf16`.
 /// - **Threads**: large products are spread over the rayon pool that the caller is in, in one region.
 ///
