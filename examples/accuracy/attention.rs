@@ -6,7 +6,7 @@ use crate::Result;
 use crate::cases::Case;
 use crate::errors::Errors;
 use crate::inputs::{Dtype, Inputs};
-use crate::row::{Figure, Measured, allowed, narrow, widen, with_type};
+use crate::row::{Figure, Measured, allowed, allowed_high, narrow, widen, with_type};
 
 struct Attention {
     /// batch, num_heads, num_kv_heads, seqlen_q, seqlen_k, head_dim, head_dim_v.
@@ -49,7 +49,7 @@ pub(crate) fn measure(case: &Case, dtype: Dtype, levels: &[Level]) -> Result<Mea
             }
             let (name, allowed) = match precision {
                 Precision::Medium => ("medium", allowed(medium(), 2.0, dtype)),
-                _ => ("high", allow(20.0)),
+                _ => ("high", allowed_high(naive, dtype)),
             };
             ours.push(Figure { column: format!("{} {name}", level.name()), errors: errors(&out), allowed });
         }

@@ -7,7 +7,7 @@ use crate::Result;
 use crate::cases::Case;
 use crate::errors::Errors;
 use crate::inputs::{Dtype, Inputs};
-use crate::row::{Figure, Measured, allowed, narrow, widen, with_type};
+use crate::row::{Figure, Measured, allowed, allowed_high, narrow, widen, with_type};
 
 struct Product {
     /// m, n, k.
@@ -43,7 +43,7 @@ pub(crate) fn measure(case: &Case, dtype: Dtype, levels: &[Level]) -> Result<Mea
             }
             let (name, allowed) = match precision {
                 Precision::Medium => ("medium", allowed(errors(&product.rounded_to_bf16().naive(dtype)), 2.0, dtype)),
-                Precision::High => ("high", allowed(naive, 20.0, dtype)),
+                Precision::High => ("high", allowed_high(naive, dtype)),
                 Precision::Highest => ("highest", allowed(naive, 2.0, dtype)),
             };
             ours.push(figure(&format!("{} tiles {name}", level.name()), c.clone(), allowed));

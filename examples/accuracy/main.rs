@@ -16,7 +16,7 @@
 //!
 //! * the largest: twice that of `naive`, and one rounding to the type (of one element, `naive` may be right by luck);
 //! * rms: twice that of `naive`;
-//! * precision `High`: 20 times instead of twice; `Medium`: twice what `naive` makes of operands rounded to bf16;
+//! * precision `High`: 20 times instead of twice, or 2^-16 and 2^-18; `Medium`: twice what `naive` makes of operands rounded to bf16;
 //! * functions: what the tests of the kernels allow (`src/kernel/exp.rs`).
 
 mod attention;

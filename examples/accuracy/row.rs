@@ -66,6 +66,12 @@ pub(crate) fn allowed(naive: Errors, factor: f64, dtype: Dtype) -> Errors {
     Errors { max: with_rounding(naive.max), rms: factor * naive.rms, sum: naive.sum.map(with_rounding) }
 }
 
+/// What the precision `High` allows: 20 times the naive errors, or those of a single product, 2^-16 at most and 2^-18 rms.
+pub(crate) fn allowed_high(naive: Errors, dtype: Dtype) -> Errors {
+    let allowed = allowed(naive, 20.0, dtype);
+    Errors { max: allowed.max.max(2f64.powi(-16)), rms: allowed.rms.max(2f64.powi(-18)), ..allowed }
+}
+
 /// Values of a type, from what they are as `f32`.
 pub(crate) fn narrow<T: Element>(data: &[f32]) -> Vec<T> {
     data.iter().map(|&x| T::from_f32_nearest(x)).collect()

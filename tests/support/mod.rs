@@ -7,7 +7,7 @@ mod poison;
 mod rng;
 
 use core::fmt::Display;
-use std::sync::Once;
+use std::sync::{Once, OnceLock};
 
 use polyhead::Level;
 use proptest::test_runner::Config as ProptestConfig;
@@ -17,7 +17,7 @@ pub(crate) use guarded::{Edges, Memory};
 pub(crate) use poison::{Arrangement, Bits, PoisonedInput, PoisonedList, PoisonedOutput};
 pub(crate) use rng::Rng;
 
-/// Every level that can be tested here. Says aloud which cannot.
+/// Every level that can be tested here, or those that `POLYHEAD_TEST_LEVELS` names. Says aloud which cannot.
 ///
 /// # Panics
 /// If `POLYHEAD_REQUIRE_LEVELS` (names with commas between) has one that is not available: on a machine that is there
@@ -35,7 +35,16 @@ pub(crate) fn levels() -> &'static [Level] {
     for name in required.split(',').map(str::trim).filter(|name| !name.is_empty()) {
         assert!(named(name), "POLYHEAD_REQUIRE_LEVELS asks for {name}, available are {available:?}");
     }
-    available
+    static CHOSEN: OnceLock<Vec<Level>> = OnceLock::new();
+    CHOSEN.get_or_init(|| match std::env::var("POLYHEAD_TEST_LEVELS") {
+        Err(_) => available.to_vec(),
+        Ok(names) => {
+            let level = |name| Level::from_name(name).filter(|level| available.contains(level));
+            let chosen =
+                |name| level(name).unwrap_or_else(|| panic!("POLYHEAD_TEST_LEVELS has {name}, which is not there"));
+            names.split(',').map(chosen).collect()
+        }
+    })
 }
 
 /// Of 256 cases, which is what there are unless `PROPTEST_CASES` says otherwise, so many.

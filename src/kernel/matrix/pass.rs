@@ -2,6 +2,7 @@
 
 use super::super::fused::{Keys, Pass};
 use super::super::lanes::{Lanes, Op};
+use super::super::online::Normalize;
 use super::super::pack::{load_rows, rows_in_place};
 use super::super::scratch::{Areas, MatrixAreas, Tile, Work};
 use super::super::tile::{Rows, Transpose};
@@ -302,6 +303,13 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
         let src = Rows { data: o, stride: tile.lanes, width: tile.lanes, count: width };
         self.pass.l.vectorize(Transpose { src, dst: &mut *spare, dst_stride: width });
         o.copy_from_slice(&spare[..o.len()]);
+        if self.terms[3] == 1 {
+            // What was summed are rounded probabilities: as if they were exact.
+            let state = self.pass.state(tile, work.states);
+            let factors = state.norm.iter_mut().zip(state.sum.iter());
+            factors.for_each(|(norm, sum)| *norm = if *sum == 0.0 { 1.0 } else { sum / *norm });
+            self.pass.l.vectorize(Normalize { o, width, norm: &state.norm[..tile.rows] });
+        }
     }
 }
 

@@ -7,7 +7,8 @@ use super::super::tile::unroll;
 use super::pack::{store_terms, with_terms};
 use super::{SIDE, STEP, TILE};
 
-/// As [`Softmax`](super::super::online::Softmax), but probabilities become bf16 terms.
+/// As [`Softmax`](super::super::online::Softmax), but probabilities become bf16 terms. `state.norm` is the sum of those that are
+/// rounded to a single one.
 pub(super) struct SoftmaxTerms<'a> {
     /// `[keys][lanes]`; a hidden key has -inf.
     pub(super) s: &'a mut [f32],
@@ -32,23 +33,24 @@ impl Op for SoftmaxTerms<'_> {
             let max = l.max(block_max(l, self.s, self.lanes, lane), old);
             let (shift, c) = (finite_or_zero(l, max), l.splat(self.c));
             let alpha = exp2_nonpositive(l, l.mul(l.sub(old, shift), c));
-            let sum = with_terms!(self.terms, TERMS => self.column::<L, TERMS>(l, lane, shift, c));
+            let sums = with_terms!(self.terms, TERMS => self.column::<L, TERMS>(l, lane, shift, c));
             l.store(max, &mut self.state.max[lane..]);
             l.store(alpha, &mut self.alpha[lane..]);
-            let sum = l.fma(l.load(&self.state.sum[lane..]), alpha, sum);
-            l.store(sum, &mut self.state.sum[lane..]);
+            for (sum, state) in sums.into_iter().zip([&mut self.state.sum, &mut self.state.norm]) {
+                l.store(l.fma(l.load(&state[lane..]), alpha, sum), &mut state[lane..]);
+            }
         }
     }
 }
 
 impl SoftmaxTerms<'_> {
-    /// One vector of rows: returns the sum of their probabilities.
+    /// One vector of rows: returns the sum of their probabilities, and that of what these become in tiles, if it is another one: of a
+    /// single term, whose roundings may all be in one direction where scores are nearly equal.
     #[inline(always)]
-    fn column<L: Lanes, const TERMS: usize>(&mut self, l: L, lane: usize, shift: L::V, c: L::V) -> L::V {
-        let (lanes, keep, term) = (self.lanes, self.keep, self.term);
+    fn column<L: Lanes, const TERMS: usize>(&mut self, l: L, lane: usize, shift: L::V, c: L::V) -> [L::V; 2] {
+        let (lanes, whole) = (self.lanes, self.s.len() / (STEP * self.lanes));
         let tile = |step: usize| (step * lanes / SIDE + lane / SIDE) * TILE + lane % SIDE;
-        let mut sum = [l.splat(0.0); 4];
-        let whole = self.s.len() / (STEP * lanes);
+        let mut op = Column::<L, TERMS> { shift, c, sums: [[l.splat(0.0); 4]; 2], keep: self.keep, term: self.term };
         let mut steps = self.s.chunks_exact_mut(STEP * lanes);
         for (step, s) in steps.by_ref().enumerate() {
             let p = &mut self.p[tile(step)..];
@@ -57,11 +59,8 @@ impl SoftmaxTerms<'_> {
             for (i, (low, high)) in rows.enumerate() {
                 unroll!(J < 2 => {
                     let (low, high) = (&mut low[J * lanes + lane..], &mut high[J * lanes + lane..]);
-                    let low = probability::<L, TERMS>(l, low, shift, c, keep);
-                    let pair = [low, probability::<L, TERMS>(l, high, shift, c, keep)];
-                    sum[2 * J] = l.add(sum[2 * J], pair[0]);
-                    sum[2 * J + 1] = l.add(sum[2 * J + 1], pair[1]);
-                    store_terms::<L, TERMS>(l, pair, &mut p[(2 * i + J) * SIDE..], term);
+                    let low = op.probability(l, low);
+                    op.take::<J>(l, [low, op.probability(l, high)], &mut p[(2 * i + J) * SIDE..]);
                 });
             }
         }
@@ -72,23 +71,54 @@ impl SoftmaxTerms<'_> {
             let mut pair = [l.splat(0.0); 2];
             for (half, p) in pair.iter_mut().enumerate() {
                 let Some(s) = s.get_mut((i + half * SIDE) * lanes..).filter(|s| !s.is_empty()) else { continue };
-                *p = probability::<L, TERMS>(l, &mut s[lane..], shift, c, keep);
-                sum[i % 2 * 2 + half] = l.add(sum[i % 2 * 2 + half], *p);
+                *p = op.probability(l, &mut s[lane..]);
             }
-            store_terms::<L, TERMS>(l, pair, &mut self.p[tile(whole) + i * SIDE..], term);
+            let p = &mut self.p[tile(whole) + i * SIDE..];
+            match i % 2 {
+                0 => op.take::<0>(l, pair, p),
+                _ => op.take::<1>(l, pair, p),
+            }
         }
-        l.add(l.add(sum[0], sum[1]), l.add(sum[2], sum[3]))
+        let [exact, rounded] = op.sums;
+        let total = |sum: [L::V; 4]| l.add(l.add(sum[0], sum[1]), l.add(sum[2], sum[3]));
+        [total(exact), if TERMS == 1 { total(rounded) } else { l.splat(0.0) }]
     }
 }
 
-/// Of one vector of scores, in whose place it is left if `keep` is set.
-#[inline(always)]
-fn probability<L: Lanes, const TERMS: usize>(l: L, s: &mut [f32], shift: L::V, c: L::V, keep: bool) -> L::V {
-    let t = l.mul(l.sub(l.load(s), shift), c);
-    // A bf16 has 8 bits.
-    let p = if TERMS == 1 { exp2_nonpositive_coarse(l, t) } else { exp2_nonpositive(l, t) };
-    if keep {
-        l.store(p, s);
+struct Column<L: Lanes, const TERMS: usize> {
+    shift: L::V,
+    c: L::V,
+    /// Of probabilities, and of what they become.
+    sums: [[L::V; 4]; 2],
+    keep: bool,
+    term: usize,
+}
+
+impl<L: Lanes, const TERMS: usize> Column<L, TERMS> {
+    /// Of one vector of scores, in whose place it is left if `keep` is set.
+    #[inline(always)]
+    fn probability(&self, l: L, s: &mut [f32]) -> L::V {
+        let t = l.mul(l.sub(l.load(s), self.shift), self.c);
+        // A bf16 has 8 bits.
+        let p = if TERMS == 1 { exp2_nonpositive_coarse(l, t) } else { exp2_nonpositive(l, t) };
+        if self.keep {
+            l.store(p, s);
+        }
+        p
     }
-    p
+
+    /// Adds two vectors to sums `2 * J` and `2 * J + 1`, and writes their terms.
+    #[inline(always)]
+    fn take<const J: usize>(&mut self, l: L, pair: [L::V; 2], dst: &mut [f32]) {
+        let [exact, rounded] = &mut self.sums;
+        exact[2 * J] = l.add(exact[2 * J], pair[0]);
+        exact[2 * J + 1] = l.add(exact[2 * J + 1], pair[1]);
+        if TERMS > 1 {
+            return store_terms::<L, TERMS>(l, pair, dst, self.term);
+        }
+        let pair = [l.round_bf16(pair[0]), l.round_bf16(pair[1])];
+        rounded[2 * J] = l.add(rounded[2 * J], pair[0]);
+        rounded[2 * J + 1] = l.add(rounded[2 * J + 1], pair[1]);
+        l.store(l.pair_bf16(pair[0], pair[1]), dst);
+    }
 }
