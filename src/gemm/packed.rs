@@ -41,7 +41,7 @@ pub struct PackedMatrix<T = f32> {
     first: usize,
     shape: [usize; 2],
     level: Level,
-    tiles: Option<Tiles>,
+    tiles: Option<Box<Tiles>>,
 }
 
 /// The same matrix in terms of bf16 for matrix tiles.
@@ -121,7 +121,7 @@ impl<T: Element> PackedMatrix<T> {
             widened.iter_mut().zip(from).for_each(|(to, x)| *to = x.to_f32());
             *flagged = self.level.dispatch(PackPanel { panel: &widened, columns: panel, terms, dst });
         }
-        self.tiles = Some(tiles);
+        self.tiles = Some(Box::new(tiles));
         Ok(self)
     }
 
@@ -259,7 +259,7 @@ pub(crate) fn gemm_packed_columns<A: Element, T: Element, O: Element>(
     }
     let left = Left { data: A::erase(a.data()), layout: a.layout() };
     let panels = T::erase(&b.panels()[columns.start * k..]);
-    let tiles = b.tiles.as_ref().filter(|_| tiles);
+    let tiles = b.tiles.as_deref().filter(|_| tiles);
     let [rows, width] = if tiles.is_some() { TILED_BLOCK } else { [BLOCK_ROWS, BLOCK_COLUMNS] };
     // As equal as can be: a last block of a few rows would read B for little.
     let height = m.div_ceil(m.div_ceil(rows));
