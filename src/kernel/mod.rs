@@ -1,6 +1,7 @@
 //! The algorithms, once, generic over the lanes of a level. Nothing here allocates, spawns or asks the processor.
 
 pub(crate) mod blocking;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "what only matrix tiles use"))]
 mod exp;
 mod few;
 mod few_softmax;
@@ -8,6 +9,7 @@ mod finish;
 pub(crate) mod fused;
 mod lanes;
 mod mask_tile;
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code, reason = "no other processor has matrix tiles here"))]
 pub(crate) mod matrix;
 mod online;
 mod operand;
