@@ -17,6 +17,7 @@ pub(crate) fn run(test: &str, variables: &[(&str, &str)], body: impl FnOnce()) {
         .envs(variables.iter().copied())
         .env(CHILD, "1")
         .env_remove("POLYHEAD_REQUIRE_LEVELS")
+        .env_remove("POLYHEAD_TEST_LEVELS")
         .output();
     match child {
         Ok(output) => {

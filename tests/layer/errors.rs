@@ -62,7 +62,7 @@ fn weights_that_do_not_fit() {
     assert_eq!(with(weights.biases(None, None, None, Some(&data[..9]))), length("output bias", 8, 9));
     assert_eq!(with(weights.bias_kv(&data[..8], &data[..4])), length("bias_v", 8, 4));
     assert_eq!(with(weights.sinks(&data[..3])), length("sinks", 2, 3));
-    if let Some(missing) = [Level::Avx2, Level::Avx512].into_iter().find(|level| !levels().contains(level)) {
+    if let Some(missing) = [Level::Avx2, Level::Avx512].into_iter().find(|level| !Level::available().contains(level)) {
         let error = MultiHeadAttention::new(Config::new(8, 2).level(missing), &weights).unwrap_err();
         assert!(matches!(error, Error::LevelUnavailable { .. }), "{error}");
     }
