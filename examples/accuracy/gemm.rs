@@ -35,10 +35,14 @@ pub(crate) fn measure(case: &Case, dtype: Dtype, levels: &[Level]) -> Result<Mea
     let mut ours = Vec::new();
     for &level in levels {
         ours.push(figure(level.name(), with_type!(dtype, product, packed(level, None))?, allowed(naive, 2.0, dtype)));
+        let precisions: &[Precision] = match level {
+            Level::Amx => &[Precision::Highest, Precision::High, Precision::Medium],
+            _ => &[],
+        };
         let mut last = None;
-        for precision in [Precision::Highest, Precision::High, Precision::Medium] {
+        for &precision in precisions {
             let c = with_type!(dtype, product, packed(level, Some(precision)))?;
-            if level != Level::Amx || last.as_ref() == Some(&c) {
+            if last.as_ref() == Some(&c) {
                 continue;
             }
             let (name, allowed) = match precision {

@@ -14,13 +14,11 @@ pub(crate) struct Scratch {
     floats: Buffer,
     /// Sizes of the parts for the problem that `reserve` saw last.
     sizes: [usize; PARTS],
-    /// Rows of a task.
-    query_flags: usize,
     ranges: Vec<(usize, usize)>,
     tiles: Vec<Tile>,
 }
 
-const PARTS: usize = 17;
+const PARTS: usize = 19;
 
 /// A vector or two of rows that are computed together.
 #[derive(Clone, Copy, Debug, Default)]
@@ -120,7 +118,9 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking<'_>) -> Option<[usize; PARTS
         (terms * rows / 2, head_dim),
         (terms * keys / 2, tile),
         (on_matrix * STEP, tile),
-        (on_matrix * (keys * 2 + rows), 1),
+        (on_matrix, keys),
+        (on_matrix, keys),
+        (on_matrix, rows),
     ];
     let mut sizes = [0; PARTS];
     for (size, (count, width)) in sizes.iter_mut().zip(factors) {
@@ -136,7 +136,6 @@ impl Scratch {
         self.sizes = sizes(problem, blocking).ok_or(too_large.clone())?;
         let floats = self.sizes.iter().try_fold(0usize, |sum, &size| sum.checked_add(size)).ok_or(too_large)?;
         self.floats.reserve(floats)?;
-        self.query_flags = blocking.tiles() * blocking.tile();
         grow(&mut self.ranges, blocking.tiles() * blocking.tile(), Default::default)?;
         grow(&mut self.tiles, blocking.tiles(), Tile::default)
     }
@@ -161,15 +160,15 @@ impl Scratch {
             m_queries,
             probabilities,
             product,
-            flags,
+            key_flags,
+            value_flags,
+            query_flags,
         ] = self.sizes.map(|size| {
             let (part, tail) = core::mem::take(&mut rest).split_at_mut(size);
             rest = tail;
             part
         });
         let work = Work { queries, o, states, s, bias, stage, pair, ranges: &mut self.ranges };
-        let (query_flags, flags) = flags.split_at_mut(self.query_flags.min(flags.len()));
-        let (key_flags, value_flags) = flags.split_at_mut(flags.len() / 2);
         let matrix = MatrixAreas {
             keys: m_keys,
             values: m_values,

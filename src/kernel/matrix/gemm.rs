@@ -126,10 +126,7 @@ impl<L: Lanes> MatrixOp for OnMatrix<'_, '_, '_, L> {
                     let right = &right[first * nr * SIDE..];
                     let (terms, b_term) = ([terms, b.terms], len / b.terms);
                     let op = Product { terms, depth, a, a_term: term, b: right, b_term, c };
-                    match nr / SIDE {
-                        1 => matrix.product::<1>(&configured, op),
-                        _ => matrix.product::<2>(&configured, op),
-                    }
+                    matrix.product_of(&configured, nr, op);
                     if first > 0 {
                         l.vectorize(Add { sums, more });
                     }

@@ -70,6 +70,14 @@ pub(crate) trait Multiply: Copy {
 
     /// A product of two tiles of rows by `NB` tiles of columns, which is 1 or 2.
     fn product<const NB: usize>(self, configured: &Self::Configured, op: Product<'_>);
+
+    /// The same for so many columns: one tile of them, or two.
+    fn product_of(self, configured: &Self::Configured, columns: usize, op: Product<'_>) {
+        match columns / SIDE {
+            1 => self.product::<1>(configured, op),
+            _ => self.product::<2>(configured, op),
+        }
+    }
 }
 
 /// `c = sum of a_i b_j` over some terms of `a` and `b` and all steps; what `c` held is overwritten.

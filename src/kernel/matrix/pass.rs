@@ -3,6 +3,7 @@
 use super::super::fused::{Keys, Pass};
 use super::super::lanes::{Lanes, Op};
 use super::super::online::Normalize;
+use super::super::operand::Operand;
 use super::super::pack::{load_rows, rows_in_place};
 use super::super::scratch::{Areas, MatrixAreas, Tile, Work};
 use super::super::tile::{Rows, Transpose};
@@ -99,10 +100,7 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
     }
 
     fn product(&self, lanes: usize, op: Product<'_>) {
-        match lanes / SIDE {
-            1 => self.matrix.product::<1>(&self.configured, op),
-            _ => self.matrix.product::<2>(&self.configured, op),
-        }
+        self.matrix.product_of(&self.configured, lanes, op);
     }
 
     /// Floats of one term of keys, of values, of a tile's queries and of its probabilities.
@@ -140,27 +138,24 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
 
     /// Brings keys into tiles, and says whether some are out of range.
     fn pack_keys(&self, keys: Keys, k: &mut [f32], areas: &mut MatrixAreas<'_>) -> bool {
+        match self.pass.job.k.data {
+            AnySlice::F32(data) => self.pack_keys_of(data, keys, k, areas),
+            AnySlice::F16(data) => self.pack_keys_of(data, keys, k, areas),
+            AnySlice::Bf16(data) => self.pack_keys_of(data, keys, k, areas),
+        }
+    }
+
+    /// The same of `data`, in their own type if they lie in rows.
+    fn pack_keys_of<T: Operand>(&self, data: &'a [T], keys: Keys, k: &mut [f32], areas: &mut MatrixAreas<'_>) -> bool {
         let (pass, terms) = (self.pass, self.terms[1]);
         let at = [pass.batch, pass.kv_head, keys.first];
         let (dst, term, flags) = (&mut *areas.keys, self.key_term(), &mut *areas.key_flags);
-        macro_rules! in_place {
-            ($data:expr, $otherwise:expr) => {
-                match rows_in_place($data, &pass.job.k, at, keys.count) {
-                    Some(rows) if rows.count == keys.count => {
-                        pass.l.vectorize(PackRows { rows, terms, dst, term, flags })
-                    }
-                    _ => $otherwise,
-                }
-            };
-        }
-        let copied = |dst, flags, k| {
-            let rows = load_rows(&pass.job.k, at, keys.count, 1, k);
-            pass.l.vectorize(PackRows { rows, terms, dst, term, flags })
-        };
-        match pass.job.k.data {
-            AnySlice::F32(data) => in_place!(data, copied(dst, flags, k)),
-            AnySlice::F16(data) => in_place!(data, copied(dst, flags, k)),
-            AnySlice::Bf16(data) => in_place!(data, copied(dst, flags, k)),
+        match rows_in_place(data, &pass.job.k, at, keys.count).filter(|rows| rows.count == keys.count) {
+            Some(rows) => pass.l.vectorize(PackRows { rows, terms, dst, term, flags }),
+            None => {
+                let rows = load_rows(&pass.job.k, at, keys.count, 1, k);
+                pass.l.vectorize(PackRows { rows, terms, dst, term, flags })
+            }
         }
     }
 
