@@ -341,7 +341,7 @@ impl Explanation {
                 (false, true) => "fused, matrix tiles",
                 (false, false) => "fused",
             },
-            tile: (blocking.tile(), blocking.block_k),
+            tile: (blocking.tile(), blocking.score_keys(problem, 0)),
             tasks: workspace.tasks.len(),
             threads,
             workspace_bytes: workspace.bytes(),

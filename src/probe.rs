@@ -122,7 +122,19 @@ impl MatrixOp for Tiles {
         let configured = matrix.configure();
         for _ in 0..self.rounds {
             let (a, b, c) = (&ones[..], &ones[..], &mut c.0[..]);
-            matrix.product::<2>(&configured, Product { terms: [1, 1], depth: DEPTH, a, a_term: 0, b, b_term: 0, c });
+            let op = Product {
+                terms: [1, 1],
+                depth: DEPTH,
+                columns: SIDES,
+                a,
+                a_block: 0,
+                a_term: 0,
+                b,
+                b_term: 0,
+                c,
+                more: false,
+            };
+            op.run(matrix, &configured);
         }
         (self.rounds * (2 * SIDES * SIDES * DEPTH * STEP) as u64, c.0.iter().sum())
     }

@@ -1,7 +1,9 @@
 //! Matrix tiles in plain code: what AMX computes, on machines that lack it. Only for tests, which ask for it by
 //! `--cfg polyhead_emulated_matrix`.
 
-use crate::kernel::matrix::{Matrix, MatrixOp, Multiply, Product, SIDE, TILE, products};
+use core::cell::RefCell;
+
+use crate::kernel::matrix::{Matrix, MatrixOp, Multiply, SIDE, TILE};
 
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Emulated;
@@ -13,27 +15,47 @@ impl Matrix for Emulated {
 }
 
 impl Multiply for Emulated {
-    type Configured = ();
+    /// `[tile of rows][tile of columns]`.
+    type Configured = RefCell<[[[f32; TILE]; 2]; 2]>;
 
-    fn configure(self) {}
+    fn configure(self) -> Self::Configured {
+        RefCell::new([[[f32::NAN; TILE]; 2]; 2])
+    }
 
-    fn product<const NB: usize>(self, (): &(), op: Product<'_>) {
-        op.check::<NB>();
-        op.c.fill(0.0);
-        for [a, b] in products(op.terms) {
-            for step in 0..op.depth {
-                for (i, j) in (0..2).flat_map(|i| (0..NB).map(move |j| (i, j))) {
-                    let a = &op.a[a * op.a_term + (2 * step + i) * TILE..][..TILE];
-                    let b = &op.b[b * op.b_term + (NB * step + j) * TILE..][..TILE];
-                    tile_product(a, b, &mut op.c[i * SIDE * NB * SIDE + j * SIDE..], NB * SIDE);
-                }
+    fn clear(self, sums: &Self::Configured) {
+        sums.replace([[[0.0; TILE]; 2]; 2]);
+    }
+
+    fn load(self, sums: &Self::Configured, c: &[f32]) {
+        let columns = c.len() / (2 * SIDE);
+        assert!(c.len() == 2 * TILE || c.len() == 4 * TILE);
+        for (i, row) in c.chunks_exact(columns).enumerate() {
+            for (tile, row) in sums.borrow_mut()[i / SIDE].iter_mut().zip(row.chunks_exact(SIDE)) {
+                tile[i % SIDE * SIDE..][..SIDE].copy_from_slice(row);
+            }
+        }
+    }
+
+    fn add(self, sums: &Self::Configured, a: &[f32], b: &[f32]) {
+        assert!(a.len() == 2 * TILE && (b.len() == TILE || b.len() == 2 * TILE));
+        for (sums, a) in sums.borrow_mut().iter_mut().zip(a.chunks_exact(TILE)) {
+            sums.iter_mut().zip(b.chunks_exact(TILE)).for_each(|(sum, b)| tile_product(a, b, sum));
+        }
+    }
+
+    fn store(self, sums: &Self::Configured, c: &mut [f32]) {
+        let columns = c.len() / (2 * SIDE);
+        assert!(c.len() == 2 * TILE || c.len() == 4 * TILE);
+        for (i, row) in c.chunks_exact_mut(columns).enumerate() {
+            for (tile, row) in sums.borrow()[i / SIDE].iter().zip(row.chunks_exact_mut(SIDE)) {
+                row.copy_from_slice(&tile[i % SIDE * SIDE..][..SIDE]);
             }
         }
     }
 }
 
 /// TDPBF16PS: the products of the even and of the odd elements of a step are summed by themselves; subnormals count as 0.
-fn tile_product(a: &[f32], b: &[f32], c: &mut [f32], stride: usize) {
+fn tile_product(a: &[f32], b: &[f32], c: &mut [f32]) {
     let flush = |x: f32| if x.is_subnormal() { 0.0 * x } else { x };
     let low = |x: f32| flush(f32::from_bits(x.to_bits() << 16));
     let high = |x: f32| flush(f32::from_bits(x.to_bits() & 0xffff_0000));
@@ -45,7 +67,7 @@ fn tile_product(a: &[f32], b: &[f32], c: &mut [f32], stride: usize) {
                 odd[i] += high(a) * high(b[i]);
             }
         }
-        for (i, c) in c[row * stride..][..SIDE].iter_mut().enumerate() {
+        for (i, c) in c[row * SIDE..][..SIDE].iter_mut().enumerate() {
             *c = flush(*c + flush(even[i] + odd[i]));
         }
     }

@@ -1,6 +1,7 @@
-//! Block sizes: functions of shape and level alone, so that bits do not depend on threads, batch or position in a batch.
+//! Block sizes: those that bits depend on are functions of shape and level alone, not of threads, batch or position in a batch.
 
 use super::few;
+use super::matrix::STEP;
 use crate::problem::Problem;
 use crate::view::Grid;
 use crate::{Error, Result};
@@ -47,19 +48,23 @@ pub(crate) struct Blocking<'a> {
     pub(crate) block_k: usize,
     /// Terms of bf16 that operands become on matrix tiles; 0 if no sequence comes there.
     pub(crate) terms: usize,
+    /// Keys that are packed for matrix tiles at once, of which each tile of rows takes [`MATRIX_K`] at a time.
+    pub(crate) packed_k: usize,
 }
 
 impl<'a> Blocking<'a> {
-    /// With averaged weights a task has all heads, as it adds up their weights.
+    /// With averaged weights a task has all heads, as it adds up their weights. Of `threads` depends how rows are dealt out, and
+    /// nothing that changes bits.
     pub(crate) fn new(
         problem: &Problem<'_>,
         starts: Option<&'a [usize]>,
         lanes: usize,
         averaged_weights: bool,
         terms: usize,
+        threads: usize,
     ) -> Result<Self> {
         let terms = if worth_matrix(problem, problem.seqlen_q) { terms } else { 0 };
-        let block_rows = if terms == 0 { BLOCK_ROWS } else { matrix_rows(problem) };
+        let block_rows = if terms == 0 { BLOCK_ROWS } else { matrix_rows(problem, terms, threads) };
         let queries = problem.seqlen_q.clamp(1, block_rows);
         let group = problem.group.max(1);
         let heads_per_pass = heads_per_pass(problem.seqlen_q, group, block_rows);
@@ -96,13 +101,14 @@ impl<'a> Blocking<'a> {
             rows: match terms {
                 0 => queries.saturating_mul(problem.group.max(1)).min(block_rows),
                 // The most that a longer sequence may have: memory does not grow with it.
-                _ => problem.seqlen_q.saturating_mul(problem.group.max(1)).min(MATRIX_ROWS),
+                _ => problem.seqlen_q.saturating_mul(problem.group.max(1)).min(most_matrix_rows(problem, terms)),
             },
             block_rows,
             head_dim_padded: padded(problem.head_dim)?,
             head_dim_v_padded: padded(problem.head_dim_v)?,
             block_k: problem.seqlen_k.clamp(1, block_k).next_multiple_of(lanes),
             terms,
+            packed_k: packed_keys(problem, terms),
         })
     }
 
@@ -114,6 +120,11 @@ impl<'a> Blocking<'a> {
     /// Whether a sequence's products are taken on matrix tiles: a matter of its own shape, as its bits are.
     pub(crate) fn on_matrix(&self, problem: &Problem<'_>, batch: usize) -> bool {
         self.terms > 0 && worth_matrix(problem, problem.query_length(batch))
+    }
+
+    /// Keys in a block of scores of a sequence.
+    pub(crate) fn score_keys(&self, problem: &Problem<'_>, batch: usize) -> usize {
+        if self.on_matrix(problem, batch) { self.packed_k.min(MATRIX_K) } else { self.block_k }
     }
 
     /// Queries of a full tile: two vectors.
@@ -160,17 +171,53 @@ fn worth_matrix(problem: &Problem<'_>, queries: usize) -> bool {
 
 const MATRIX_QUERIES: usize = 64;
 
-/// Rows of a task on matrix tiles, which share packed keys and values: the more the better, as long as there are tasks for many
-/// threads. Changes no bit.
-fn matrix_rows(problem: &Problem<'_>) -> usize {
-    let tasks =
-        |rows: usize| problem.seqlen_q.div_ceil(rows).saturating_mul(problem.batch).saturating_mul(problem.num_heads);
-    [MATRIX_ROWS, MATRIX_ROWS / 2].into_iter().find(|&rows| tasks(rows) >= MATRIX_TASKS).unwrap_or(BLOCK_ROWS)
+/// Keys in a block of scores on matrix tiles. The scores of two tiles of 32 rows, probabilities of two as a term, and the outputs of
+/// one then take 32 of 48 KiB of L1; tiles are multiplied faster than L2 brings them.
+pub(crate) const MATRIX_K: usize = 64;
+
+/// A width as tiles have it.
+fn in_steps(width: usize) -> usize {
+    width.div_ceil(STEP).saturating_mul(STEP)
 }
 
-const MATRIX_ROWS: usize = 512;
+/// Keys whose packed keys and values take a fifth of L2 (2 MiB where there are tiles). A tile of rows meets all of them before the next
+/// one, while its outputs stay in L1.
+fn packed_keys(problem: &Problem<'_>, terms: usize) -> usize {
+    const BYTES: usize = 400 << 10;
+    let key = in_steps(problem.head_dim).saturating_add(in_steps(problem.head_dim_v)).saturating_mul(2 * terms).max(1);
+    let most = 1 << (BYTES / key).clamp(2 * MATRIX_K, 1024).ilog2();
+    problem.seqlen_k.clamp(1, most).next_multiple_of(MATRIX_K)
+}
 
-const MATRIX_TASKS: usize = 16;
+/// Rows of a task on matrix tiles, which share packed keys and values. From a model, not measured: to pack a block of keys takes as
+/// long as some 64 rows of it, tasks come in rounds of one a thread, and half a round is lost in the end. Changes no bit.
+fn matrix_rows(problem: &Problem<'_>, terms: usize, threads: usize) -> usize {
+    const PACK_ROWS: usize = 64;
+    let group = problem.group.max(1);
+    let time = |rows: usize| {
+        let heads = heads_per_pass(problem.seqlen_q, group, rows);
+        let queries = problem.seqlen_q.clamp(1, rows);
+        let kv_heads = problem.batch.saturating_mul(problem.num_heads / group);
+        let tasks = kv_heads.saturating_mul(group.div_ceil(heads)).saturating_mul(problem.seqlen_q.div_ceil(queries));
+        let rounds = tasks.div_ceil(threads.max(1));
+        rounds.saturating_mul(2).saturating_add(1).saturating_mul(queries * heads + PACK_ROWS)
+    };
+    let most = most_matrix_rows(problem, terms);
+    let choices = [most, most / 2, most / 4, most / 8, BLOCK_ROWS].into_iter().filter(|&rows| rows >= BLOCK_ROWS);
+    choices.min_by_key(|&rows| time(rows)).unwrap_or(BLOCK_ROWS)
+}
+
+/// Rows whose outputs and packed queries take a part of L2 (2 MiB where there are tiles), in powers of two: at most 2048.
+fn most_matrix_rows(problem: &Problem<'_>, terms: usize) -> usize {
+    const BYTES: usize = 768 << 10;
+    let row = problem
+        .head_dim_v
+        .saturating_mul(4)
+        .saturating_add(in_steps(problem.head_dim).saturating_mul(2 * terms))
+        .max(1);
+    let rows = (BYTES / row).clamp(2 * BLOCK_ROWS, 2048);
+    1 << rows.ilog2()
+}
 
 /// Whether a sequence's queries are few enough for [`few`](super::few): a matter of its own shape, so that its bits are, too.
 pub(crate) fn is_few(problem: &Problem<'_>, batch: usize) -> bool {

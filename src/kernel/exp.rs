@@ -34,20 +34,28 @@ pub(crate) fn exp2_nonpositive<L: Lanes>(l: L, t: L::V) -> L::V {
     l.select(normal, p, l.splat(0.0))
 }
 
-/// `2^r` for r in [-0.5, 0.5] with a relative error of 2^-13.2, for results that become bf16: minimax as [`EXP2`].
-const EXP2_COARSE: [f32; 4] = [1.0, 0.693_229_5, 0.242_234_8, 0.055_009_18];
+/// `2^r` for r in [0, 1]: minimax in relative error with the constant fixed at 1, by Remez' exchange, then rounded. 2^-13.5, for results
+/// that become a bf16, and 2^-23.3, for those that become two (`tests::short_exp2_over_every_float`).
+const EXP2_OF_1: [f32; 4] = [1.0, 0.695_116_8, 0.227_645, 0.077_067_04];
+const EXP2_OF_2: [f32; 6] = [1.0, 0.693_151_3, 0.240_164_44, 0.055_799_913, 0.009_017_031, 0.001_867_13];
 
-/// As [`exp2_nonpositive`], as exact as bf16.
+/// As [`exp2_nonpositive`], for results that become so many terms of bf16.
 #[inline(always)]
-pub(crate) fn exp2_nonpositive_coarse<L: Lanes>(l: L, t: L::V) -> L::V {
-    let floor = l.splat(MIN_EXPONENT);
-    let normal = l.not_lt(t, floor);
-    let t = l.max(floor, t);
-    let n = l.round(t);
-    let r = l.sub(t, n);
-    let mut p = l.splat(EXP2_COARSE[3]);
-    for c in [EXP2_COARSE[2], EXP2_COARSE[1], EXP2_COARSE[0]] {
-        p = l.fma(p, r, l.splat(c));
+pub(crate) fn exp2_nonpositive_for<L: Lanes, const TERMS: usize>(l: L, t: L::V) -> L::V {
+    match TERMS {
+        1 => exp2_of_floor(l, t, &EXP2_OF_1),
+        2 => exp2_of_floor(l, t, &EXP2_OF_2),
+        _ => exp2_nonpositive(l, t),
+    }
+}
+
+#[inline(always)]
+fn exp2_of_floor<L: Lanes, const N: usize>(l: L, t: L::V, polynomial: &[f32; N]) -> L::V {
+    let normal = l.not_lt(t, l.splat(MIN_EXPONENT));
+    let (r, n) = l.split_floor(t);
+    let mut p = l.splat(polynomial[N - 1]);
+    for c in polynomial[..N - 1].iter().rev() {
+        p = l.fma(p, r, l.splat(*c));
     }
     l.select(normal, l.scale_by_exp2(p, n), l.splat(0.0))
 }
@@ -133,6 +141,8 @@ mod tests {
         Exp,
         ExpNonpositive,
         Exp2Nonpositive,
+        Exp2For1,
+        Exp2For2,
         Tanh,
     }
 
@@ -161,6 +171,8 @@ mod tests {
                     Function::Exp => exp(l, x),
                     Function::ExpNonpositive => exp_nonpositive(l, x),
                     Function::Exp2Nonpositive => exp2_nonpositive(l, x),
+                    Function::Exp2For1 => exp2_nonpositive_for::<L, 1>(l, x),
+                    Function::Exp2For2 => exp2_nonpositive_for::<L, 2>(l, x),
                     Function::Tanh => tanh(l, x),
                 };
                 l.store(y, xs);
@@ -229,6 +241,19 @@ mod tests {
             let exact = |t: f32| if t < MIN_EXPONENT { 0.0 } else { f64::from(t).exp2() };
             let (error, t) = sweep(level, Function::Exp2Nonpositive, exact, |t| t <= 0.0 || t.is_nan());
             assert!(error < limit, "{}: {error} ulp at {t:e}", level.name());
+        }
+    }
+
+    /// At most 1,437 and 3.1 ulp: just below 1, where the polynomials' errors are doubled.
+    #[test]
+    fn short_exp2_over_every_float() {
+        for &level in Level::available() {
+            let exact = |t: f32| if t < MIN_EXPONENT { 0.0 } else { f64::from(t).exp2() };
+            for (function, limit) in [(Function::Exp2For1, 1500.0), (Function::Exp2For2, 4.0)] {
+                let (error, t) = sweep(level, function, exact, |t| t <= 0.0 || t.is_nan());
+                assert!(error < limit, "{}: {error} ulp at {t:e}", level.name());
+                assert_eq!(at(level, function, 0.0), 1.0);
+            }
         }
     }
 

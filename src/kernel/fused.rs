@@ -290,10 +290,20 @@ impl<L: Lanes> Pass<'_, L> {
 
     /// The blocks of keys that have some of `lo..hi`, or of those that no window hides. There are `len` keys.
     pub(super) fn blocks(&self, lo: usize, hi: usize, len: usize) -> impl Iterator<Item = Keys> + use<L> {
-        let block_k = self.job.blocking.block_k;
-        let kept = self.job.problem.keep_first.min(hi).div_ceil(block_k);
-        let blocks = (0..kept).chain(kept.max(lo / block_k)..hi.div_ceil(block_k));
-        blocks.map(move |block| block * block_k).map(move |first| Keys { first, count: block_k.min(len - first) })
+        self.blocks_of(self.job.blocking.block_k, lo, hi, len)
+    }
+
+    /// The same, of so many keys.
+    pub(super) fn blocks_of(
+        &self,
+        size: usize,
+        lo: usize,
+        hi: usize,
+        len: usize,
+    ) -> impl Iterator<Item = Keys> + use<L> {
+        let kept = self.job.problem.keep_first.min(hi).div_ceil(size);
+        let blocks = (0..kept).chain(kept.max(lo / size)..hi.div_ceil(size));
+        blocks.map(move |block| block * size).map(move |first| Keys { first, count: size.min(len - first) })
     }
 
     /// One block of keys and values against all tiles.
@@ -352,16 +362,32 @@ impl<L: Lanes> Pass<'_, L> {
         work: &mut Work<'_>,
         products: impl FnOnce(&[f32], &mut [f32]),
     ) -> Option<bool> {
-        let Job { problem, blocking, .. } = self.job;
-        let rows = &|row| self.row(tile.first + row);
-        let place = Place { batch: self.batch, rows, count: tile.rows, first_key: part.first, keys: part.count };
-        let verdict = mask_tile::build(self.l, problem, &place, tile.lanes, work.bias, (work.stage, blocking.block_k));
+        let verdict = self.mask(tile, part, work);
         if verdict == Verdict::Hidden {
             return None;
         }
-        // Whole vectors, also where one has several keys.
-        let s = &mut work.s[at..][..(part.count * tile.lanes).next_multiple_of(L::LANES)];
-        products(work.queries, s);
+        products(work.queries, &mut work.s[at..][..self.scores_len(tile, part)]);
+        Some(self.rules(tile, part, at, verdict, work))
+    }
+
+    /// Floats of scores: whole vectors, also where one has several keys.
+    fn scores_len(&self, tile: &Tile, part: Keys) -> usize {
+        (part.count * tile.lanes).next_multiple_of(L::LANES)
+    }
+
+    /// Brings mask and bias of a part to `work.bias`, if they matter.
+    pub(super) fn mask(&self, tile: &Tile, part: Keys, work: &mut Work<'_>) -> Verdict {
+        let Job { problem, blocking, .. } = self.job;
+        let rows = &|row| self.row(tile.first + row);
+        let place = Place { batch: self.batch, rows, count: tile.rows, first_key: part.first, keys: part.count };
+        mask_tile::build(self.l, problem, &place, tile.lanes, work.bias, (work.stage, blocking.block_k))
+    }
+
+    /// All rules, after [`mask`](Self::mask) for the same part, on products at `work.s[at..]`. Says whether a key may be hidden from
+    /// some row.
+    pub(super) fn rules(&self, tile: &Tile, part: Keys, at: usize, verdict: Verdict, work: &mut Work<'_>) -> bool {
+        let Job { problem, blocking, .. } = self.job;
+        let s = &mut work.s[at..][..self.scores_len(tile, part)];
         let mut apply = |rule: Rule<'_>| self.l.vectorize(ScorePass { s, lanes: tile.lanes, rule });
         // With nothing between them, scale and bias share a pass.
         let mixed = verdict == Verdict::Mixed;
@@ -397,7 +423,7 @@ impl<L: Lanes> Pass<'_, L> {
             fill_vector::<L>(tile.lanes, [first, second]);
             apply(Rule::Range { from: first, to: second, keep: keep as f32 });
         }
-        Some(!all_seen || mixed)
+        !all_seen || mixed
     }
 
     /// Adds the values, weighed by the probabilities that start at `work.s[0]`, to the output of a tile, which is first

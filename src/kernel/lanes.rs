@@ -52,6 +52,15 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     fn round(self, x: Self::V) -> Self::V;
     /// `p * 2^n` for integral `n` in -126..=127 and `p` in 0.5..2.
     fn scale_by_exp2(self, p: Self::V, n: Self::V) -> Self::V;
+
+    /// `r` and `n`, where `t = floor(t) + r`, and `scale_by_exp2(p, n)` is `p * 2^floor(t)`. Of |t| > 126 any two.
+    #[inline(always)]
+    fn split_floor(self, t: Self::V) -> (Self::V, Self::V) {
+        // Where half of an even number is cut off, r is 1 instead of 0.
+        let n = self.round(self.sub(t, self.splat(0.5)));
+        (self.sub(t, n), n)
+    }
+
     /// Transposes a block: `dst[column * dst_stride + row] = src[row * src_stride + column]` for `LANES` rows and columns. Of
     /// `rows` rows (at least 1) the last stands in for those that are missing.
     fn transpose(self, src: &[f32], src_stride: usize, rows: usize, dst: &mut [f32], dst_stride: usize);

@@ -71,6 +71,8 @@ pub(crate) const KEY_ALIGN: usize = CHAINS;
 /// Largest score of each lane of column `j`; NaN counts only where it is all there is.
 #[inline(always)]
 pub(super) fn block_max<L: Lanes>(l: L, s: &[f32], stride: usize, j: usize) -> L::V {
+    /// Four cycles of latency, two a cycle.
+    const CHAINS: usize = 8;
     let mut max = [l.splat(f32::NEG_INFINITY); CHAINS];
     let groups = s.chunks_exact(CHAINS * stride);
     for (i, row) in groups.remainder().chunks_exact(stride).enumerate() {
@@ -81,7 +83,8 @@ pub(super) fn block_max<L: Lanes>(l: L, s: &[f32], stride: usize, j: usize) -> L
             max[i] = l.max(l.load(&group[i * stride + j..]), max[i]);
         }
     }
-    l.max(l.max(max[0], max[1]), l.max(max[2], max[3]))
+    let [a, b, c, d, e, f, g, h] = max;
+    l.max(l.max(l.max(a, b), l.max(c, d)), l.max(l.max(e, f), l.max(g, h)))
 }
 
 /// Replaces scores by probabilities and returns their sum.

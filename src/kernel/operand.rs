@@ -7,6 +7,8 @@ use super::lanes::{Lanes, MAX_LANES};
 /// A type that a level loads as `f32` lanes.
 pub(crate) trait Operand: Copy {
     const ZERO: Self;
+    /// Whether every element is a bf16.
+    const IS_BF16: bool = false;
 
     /// The first `LANES` elements. Panics if there are fewer.
     fn load<L: Lanes>(l: L, src: &[Self]) -> L::V;
@@ -51,6 +53,7 @@ impl Operand for f16 {
 
 impl Operand for bf16 {
     const ZERO: Self = bf16::ZERO;
+    const IS_BF16: bool = true;
     #[inline(always)]
     fn load<L: Lanes>(l: L, src: &[Self]) -> L::V {
         l.load_bf16(src)

@@ -1,6 +1,6 @@
 //! The scratch of one thread: bounded by block sizes and head dims, never by sequence lengths.
 
-use super::blocking::Blocking;
+use super::blocking::{Blocking, MATRIX_K};
 use super::matrix::STEP;
 use super::online::RowState;
 use super::tile::Panels;
@@ -18,7 +18,7 @@ pub(crate) struct Scratch {
     tiles: Vec<Tile>,
 }
 
-const PARTS: usize = 19;
+const PARTS: usize = 20;
 
 /// A vector or two of rows that are computed together.
 #[derive(Clone, Copy, Debug, Default)]
@@ -57,14 +57,15 @@ pub(crate) struct Areas<'a> {
 
 /// Operands in matrix tiles; all empty where there are none.
 pub(crate) struct MatrixAreas<'a> {
-    /// A block of keys, and one of values.
+    /// Packed keys, and values.
     pub(crate) keys: &'a mut [f32],
     pub(crate) values: &'a mut [f32],
     /// Queries of all tiles of rows.
     pub(crate) queries: &'a mut [f32],
-    /// Probabilities of one tile of rows.
+    /// Probabilities of two tiles of rows, and factors of their outputs.
     pub(crate) probabilities: &'a mut [f32],
-    /// One product.
+    pub(crate) alphas: &'a mut [f32],
+    /// Products of the values and one tile of rows.
     pub(crate) product: &'a mut [f32],
     /// Not 0 for what is out of range.
     pub(crate) key_flags: &'a mut [f32],
@@ -78,7 +79,7 @@ pub(crate) struct Work<'a> {
     pub(crate) queries: &'a mut [f32],
     pub(crate) o: &'a mut [f32],
     pub(crate) states: &'a mut [f32],
-    /// Of one tile: scores, bias, and rows on their way in or out.
+    /// Of one tile (scores on matrix tiles: of two): scores, bias, and rows on their way in or out.
     pub(crate) s: &'a mut [f32],
     pub(crate) bias: &'a mut [f32],
     pub(crate) stage: &'a mut [f32],
@@ -95,7 +96,7 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking<'_>) -> Option<[usize; PARTS
     let widest = problem.head_dim.max(block_k);
     let (terms, steps) = (blocking.terms, |len: usize| len.div_ceil(STEP) * STEP);
     // A pair takes as much as one float.
-    let (keys, head_dim, head_dim_v) = (steps(block_k), steps(problem.head_dim), steps(blocking.head_dim_v_padded));
+    let (keys, head_dim, head_dim_v) = (blocking.packed_k, steps(problem.head_dim), steps(blocking.head_dim_v_padded));
     let on_matrix = usize::from(terms > 0);
     let factors = [
         (block_k, problem.head_dim),
@@ -103,7 +104,7 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking<'_>) -> Option<[usize; PARTS
         (rows, blocking.head_dim_padded),
         (rows + tile, blocking.head_dim_v_padded),
         (rows, 3),
-        (tile, block_k),
+        (tile, if terms > 0 { block_k.max(2 * MATRIX_K) } else { block_k }),
         (tile, block_k),
         (tile, widest),
         (tile, 2),
@@ -116,8 +117,9 @@ fn sizes(problem: &Problem<'_>, blocking: &Blocking<'_>) -> Option<[usize; PARTS
         (terms * keys / 2, head_dim),
         (terms * keys / 2, head_dim_v),
         (terms * rows / 2, head_dim),
-        (terms * keys / 2, tile),
-        (on_matrix * STEP, tile),
+        (terms * MATRIX_K, tile),
+        (on_matrix * 2, tile),
+        (on_matrix * head_dim_v, tile),
         (on_matrix, keys),
         (on_matrix, keys),
         (on_matrix, rows),
@@ -159,6 +161,7 @@ impl Scratch {
             m_values,
             m_queries,
             probabilities,
+            alphas,
             product,
             key_flags,
             value_flags,
@@ -174,6 +177,7 @@ impl Scratch {
             values: m_values,
             queries: m_queries,
             probabilities,
+            alphas,
             product,
             key_flags,
             value_flags,

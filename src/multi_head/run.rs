@@ -69,7 +69,8 @@ impl Workspace {
         terms: usize,
     ) -> Result<Prepared<'a>> {
         let terms = if level == Level::Amx { terms } else { 0 };
-        let cut = Blocking::new(problem, starts, level.lanes(), weights == Some(true), terms)?;
+        let pool = parallel::current_threads();
+        let cut = Blocking::new(problem, starts, level.lanes(), weights == Some(true), terms, pool)?;
         let blocks = cut.grid.len();
         if u32::try_from(blocks).is_err() {
             return Err(Error::Memory { bytes: blocks.saturating_mul(size_of::<Task>()) });
@@ -77,7 +78,7 @@ impl Workspace {
         grow(&mut self.taken, blocks, AtomicBool::default)?;
         let pairs = self.order_tasks(problem, &cut.grid)?;
         let work = pairs.saturating_mul((problem.head_dim.saturating_add(problem.head_dim_v)) as u64);
-        let pool = if work < SERIAL_BELOW { 1 } else { parallel::current_threads() };
+        let pool = if work < SERIAL_BELOW { 1 } else { pool };
         let mut prepared = Prepared { blocking: cut, level, threads: 1, pairs, pieces: 1 };
         let short_of_blocks = (1..BLOCKS_PER_THREAD * pool).contains(&self.tasks.len());
         if pool > 1 && short_of_blocks && weights.is_none() && cut.block_is_one_pass() {

@@ -10,7 +10,7 @@ use core::marker::PhantomData;
 use std::sync::OnceLock;
 
 use super::Avx512;
-use crate::kernel::matrix::{MAX_PRODUCTS, Matrix, MatrixOp, Multiply, Product, TILE, products};
+use crate::kernel::matrix::{Matrix, MatrixOp, Multiply, SIDE, TILE};
 
 /// Proof that the processor has AMX-TILE, AMX-BF16 and what [`Avx512`] asks for, and that the operating system lets this process use
 /// tiles: only `new` makes one.
@@ -120,139 +120,141 @@ impl Multiply for Amx {
         Configured(PhantomData)
     }
 
-    fn product<const NB: usize>(self, _: &Configured, op: Product<'_>) {
-        op.check::<NB>();
-        // Distances of the terms' tiles in bytes, product by product.
-        let (mut offsets, mut count) = ([[0usize; 2]; MAX_PRODUCTS], 0);
-        for [a, b] in products(op.terms) {
-            offsets[count] = [a * op.a_term * size_of::<f32>(), b * op.b_term * size_of::<f32>()];
-            count += 1;
-        }
-        let (a, b, c) = (op.a.as_ptr(), op.b.as_ptr(), op.c.as_mut_ptr());
-        let (offsets, products) = (offsets.as_ptr(), count);
-        // SAFETY: tiles are configured on this thread, as a `Configured` proves. There is at least one product and one step; `check`
-        // has found all tiles of `a` and `b` that the steps of these products have, and `c`, within their slices. What the assembly
-        // leaves in tiles is read by nobody.
+    #[inline(always)]
+    fn clear(self, _: &Configured) {
+        // SAFETY: tiles are configured on this thread, as a `Configured` proves; so below. Only this file uses tiles: the compiler
+        // keeps nothing in them, and what one piece of assembly leaves there the next one finds.
         unsafe {
-            match NB {
-                1 => narrow(a, b, c, offsets, products, op.depth),
-                2 => wide(a, b, c, offsets, products, op.depth),
-                _ => unreachable!("products have one or two columns of tiles"),
-            }
+            asm!(
+                "tilezero tmm0",
+                "tilezero tmm1",
+                "tilezero tmm2",
+                "tilezero tmm3",
+                options(nomem, nostack, preserves_flags)
+            );
+        }
+    }
+
+    #[inline(always)]
+    fn load(self, _: &Configured, c: &[f32]) {
+        let (len, c) = (c.len(), c.as_ptr());
+        match len {
+            // SAFETY: `c` has two tiles, 32 rows of 64 bytes.
+            WIDE => unsafe {
+                asm!(
+                    "tileloadd tmm0, [{c} + {row}*1]",
+                    "tileloadd tmm2, [{c} + {row}*1 + {tile}]",
+                    c = in(reg) c,
+                    row = in(reg) ROW,
+                    tile = const BYTES,
+                    options(readonly, nostack, preserves_flags)
+                );
+            },
+            // SAFETY: `c` has four tiles, 32 rows of 128 bytes.
+            SQUARE => unsafe {
+                asm!(
+                    "tileloadd tmm0, [{c} + {row}*2]",
+                    "tileloadd tmm1, [{c} + {row}*2 + {row_bytes}]",
+                    "tileloadd tmm2, [{c} + {row}*2 + {below}]",
+                    "tileloadd tmm3, [{c} + {row}*2 + {below} + {row_bytes}]",
+                    c = in(reg) c,
+                    row = in(reg) ROW,
+                    row_bytes = const ROW,
+                    below = const 2 * BYTES,
+                    options(readonly, nostack, preserves_flags)
+                );
+            },
+            _ => panic!("two tiles of sums, or four"),
+        }
+    }
+
+    #[inline(always)]
+    fn add(self, _: &Configured, a: &[f32], b: &[f32]) {
+        let a = a[..2 * TILE].as_ptr();
+        match b.len() {
+            // SAFETY: `a` has two tiles, and `b` one.
+            TILE => unsafe {
+                asm!(
+                    "tileloadd tmm4, [{a} + {row}*1]",
+                    "tileloadd tmm6, [{b} + {row}*1]",
+                    "tileloadd tmm5, [{a} + {row}*1 + {tile}]",
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    a = in(reg) a,
+                    b = in(reg) b.as_ptr(),
+                    row = in(reg) ROW,
+                    tile = const BYTES,
+                    options(readonly, nostack, preserves_flags)
+                );
+            },
+            // SAFETY: `a` and `b` have two tiles each.
+            WIDE => unsafe {
+                asm!(
+                    "tileloadd tmm4, [{a} + {row}*1]",
+                    "tileloadd tmm6, [{b} + {row}*1]",
+                    "tileloadd tmm7, [{b} + {row}*1 + {tile}]",
+                    "tdpbf16ps tmm0, tmm4, tmm6",
+                    "tileloadd tmm5, [{a} + {row}*1 + {tile}]",
+                    "tdpbf16ps tmm1, tmm4, tmm7",
+                    "tdpbf16ps tmm2, tmm5, tmm6",
+                    "tdpbf16ps tmm3, tmm5, tmm7",
+                    a = in(reg) a,
+                    b = in(reg) b.as_ptr(),
+                    row = in(reg) ROW,
+                    tile = const BYTES,
+                    options(readonly, nostack, preserves_flags)
+                );
+            },
+            _ => panic!("one tile of columns, or two"),
+        }
+    }
+
+    #[inline(always)]
+    fn store(self, _: &Configured, c: &mut [f32]) {
+        let (len, c) = (c.len(), c.as_mut_ptr());
+        match len {
+            // SAFETY: `c` has room for two tiles, 32 rows of 64 bytes.
+            WIDE => unsafe {
+                asm!(
+                    "tilestored [{c} + {row}*1], tmm0",
+                    "tilestored [{c} + {row}*1 + {tile}], tmm2",
+                    c = in(reg) c,
+                    row = in(reg) ROW,
+                    tile = const BYTES,
+                    options(nostack, preserves_flags)
+                );
+            },
+            // SAFETY: `c` has room for four tiles, 32 rows of 128 bytes.
+            SQUARE => unsafe {
+                asm!(
+                    "tilestored [{c} + {row}*2], tmm0",
+                    "tilestored [{c} + {row}*2 + {row_bytes}], tmm1",
+                    "tilestored [{c} + {row}*2 + {below}], tmm2",
+                    "tilestored [{c} + {row}*2 + {below} + {row_bytes}], tmm3",
+                    c = in(reg) c,
+                    row = in(reg) ROW,
+                    row_bytes = const ROW,
+                    below = const 2 * BYTES,
+                    options(nostack, preserves_flags)
+                );
+            },
+            _ => panic!("two tiles of sums, or four"),
         }
     }
 }
 
+/// Bytes of a tile and of a row of it.
 const BYTES: usize = TILE * size_of::<f32>();
+const ROW: usize = SIDE * size_of::<f32>();
 
-/// 32 x 32: two tiles by two.
-///
-/// # Safety
-/// The tiles are configured. `products > 0`, `depth > 0`. From `a` and from `b`, at the distance that each of `offsets` has for them,
-/// `depth` steps of two tiles can be read; 32 rows of 32 floats can be written to `c`.
-unsafe fn wide(a: *const f32, b: *const f32, c: *mut f32, offsets: *const [usize; 2], products: usize, depth: usize) {
-    // SAFETY: the caller's; flags and registers are declared, and only this file uses tiles.
-    unsafe {
-        asm!(
-            "tilezero tmm0",
-            "tilezero tmm1",
-            "tilezero tmm2",
-            "tilezero tmm3",
-            "2:",
-            "mov {pa}, [{offsets}]",
-            "mov {pb}, [{offsets} + 8]",
-            "add {pa}, {a}",
-            "add {pb}, {b}",
-            "mov {k}, {depth}",
-            "3:",
-            "tileloadd tmm4, [{pa} + {row}*1]",
-            "tileloadd tmm6, [{pb} + {row}*1]",
-            "tileloadd tmm7, [{pb} + {row}*1 + {tile}]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tileloadd tmm5, [{pa} + {row}*1 + {tile}]",
-            "tdpbf16ps tmm1, tmm4, tmm7",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "tdpbf16ps tmm3, tmm5, tmm7",
-            "add {pa}, {step}",
-            "add {pb}, {step}",
-            "dec {k}",
-            "jnz 3b",
-            "add {offsets}, 16",
-            "dec {products}",
-            "jnz 2b",
-            "tilestored [{c} + {row}*2], tmm0",
-            "tilestored [{c} + {row}*2 + 64], tmm1",
-            "tilestored [{c} + {row}*2 + 2048], tmm2",
-            "tilestored [{c} + {row}*2 + 2112], tmm3",
-            a = in(reg) a,
-            b = in(reg) b,
-            c = in(reg) c,
-            offsets = inout(reg) offsets => _,
-            products = inout(reg) products => _,
-            depth = in(reg) depth,
-            row = in(reg) 64usize,
-            pa = out(reg) _,
-            pb = out(reg) _,
-            k = out(reg) _,
-            tile = const BYTES,
-            step = const 2 * BYTES,
-            options(nostack)
-        );
-    }
-}
-
-/// 32 x 16: two tiles by one.
-///
-/// # Safety
-/// As [`wide`], but for steps of one tile of `b` and rows of 16 floats of `c`.
-unsafe fn narrow(a: *const f32, b: *const f32, c: *mut f32, offsets: *const [usize; 2], products: usize, depth: usize) {
-    // SAFETY: the caller's; flags and registers are declared, and only this file uses tiles.
-    unsafe {
-        asm!(
-            "tilezero tmm0",
-            "tilezero tmm2",
-            "2:",
-            "mov {pa}, [{offsets}]",
-            "mov {pb}, [{offsets} + 8]",
-            "add {pa}, {a}",
-            "add {pb}, {b}",
-            "mov {k}, {depth}",
-            "3:",
-            "tileloadd tmm4, [{pa} + {row}*1]",
-            "tileloadd tmm6, [{pb} + {row}*1]",
-            "tileloadd tmm5, [{pa} + {row}*1 + {tile}]",
-            "tdpbf16ps tmm0, tmm4, tmm6",
-            "tdpbf16ps tmm2, tmm5, tmm6",
-            "add {pa}, {step}",
-            "add {pb}, {tile}",
-            "dec {k}",
-            "jnz 3b",
-            "add {offsets}, 16",
-            "dec {products}",
-            "jnz 2b",
-            "tilestored [{c} + {row}*1], tmm0",
-            "tilestored [{c} + {row}*1 + {tile}], tmm2",
-            a = in(reg) a,
-            b = in(reg) b,
-            c = in(reg) c,
-            offsets = inout(reg) offsets => _,
-            products = inout(reg) products => _,
-            depth = in(reg) depth,
-            row = in(reg) 64usize,
-            pa = out(reg) _,
-            pb = out(reg) _,
-            k = out(reg) _,
-            tile = const BYTES,
-            step = const 2 * BYTES,
-            options(nostack)
-        );
-    }
-}
+/// Floats of two tiles, and of four.
+const WIDE: usize = 2 * TILE;
+const SQUARE: usize = 4 * TILE;
 
 #[cfg(all(test, not(polyhead_emulated_matrix)))]
 mod tests {
     use super::*;
-    use crate::kernel::matrix::{SIDE, STEP};
+    use crate::kernel::matrix::{Product, STEP};
 
     /// The tiles of this machine; without them the tests here have nothing to look at, and say so.
     fn amx() -> Option<Amx> {
@@ -263,61 +265,22 @@ mod tests {
         amx
     }
 
-    /// Small integers: every product and sum is exact.
-    fn integers(len: usize, mut seed: u32) -> Vec<f32> {
-        let mut next = || {
-            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
-            ((seed >> 24) % 17) as f32 - 8.0
+    /// That the tiles work: a product of ones.
+    fn check(amx: Amx, configured: &Configured) {
+        let (ones, mut c) = ([f32::from_bits(0x3f80_3f80); WIDE], [f32::NAN; SQUARE]);
+        let op = Product {
+            terms: [1, 1],
+            depth: 1,
+            columns: 2 * SIDE,
+            a: &ones,
+            a_block: 0,
+            a_term: 0,
+            b: &ones,
+            b_term: 0,
+            c: &mut c,
         };
-        // Two a float: bf16 is the upper half of an `f32`.
-        (0..len).map(|_| f32::from_bits(next().to_bits() >> 16 | next().to_bits() & 0xffff_0000)).collect()
-    }
-
-    fn halves(pair: f32) -> [f32; 2] {
-        [f32::from_bits(pair.to_bits() << 16), f32::from_bits(pair.to_bits() & 0xffff_0000)]
-    }
-
-    fn check<const NB: usize>(amx: Amx, configured: &Configured, terms: [usize; 2], depth: usize) {
-        let (a_term, b_term) = (depth * 2 * TILE + 32, depth * NB * TILE + 48);
-        let (a, b) = (integers(terms[0] * a_term, 1), integers(terms[1] * b_term, 2));
-        let mut c = vec![f32::NAN; STEP * NB * SIDE];
-        amx.product::<NB>(configured, Product { terms, depth, a: &a, a_term, b: &b, b_term, c: &mut c });
-        for (at, &c) in c.iter().enumerate() {
-            let (row, column) = (at / (NB * SIDE), at % (NB * SIDE));
-            let mut sum = 0.0;
-            for [i, j] in products(terms) {
-                for step in 0..depth {
-                    let a = &a[i * a_term + (step * 2 + row / SIDE) * TILE + row % SIDE * SIDE..][..SIDE];
-                    let b = &b[j * b_term + (step * NB + column / SIDE) * TILE + column % SIDE..];
-                    for (pair, &a) in a.iter().enumerate() {
-                        let ([a0, a1], [b0, b1]) = (halves(a), halves(b[pair * SIDE]));
-                        sum += a0 * b0 + a1 * b1;
-                    }
-                }
-            }
-            assert_eq!(c, sum, "[{row}, {column}] of {terms:?} x {depth} x {NB}");
-        }
-    }
-
-    #[test]
-    fn products_are_those_of_matrices() {
-        let Some(amx) = amx() else { return };
-        let configured = amx.configure();
-        for terms in [[1, 1], [1, 2], [2, 1], [2, 2], [3, 1], [1, 3], [3, 2], [2, 3], [3, 3]] {
-            for depth in [1, 2, 5] {
-                check::<1>(amx, &configured, terms, depth);
-                check::<2>(amx, &configured, terms, depth);
-            }
-        }
-    }
-
-    #[test]
-    #[should_panic(expected = "spans")]
-    fn tiles_outside_of_a_slice_are_refused() {
-        let Some(amx) = amx() else { panic!("spans: skipped") };
-        let (a, b, mut c) = ([0.0; 2 * TILE], [0.0; TILE - 1], [0.0; STEP * SIDE]);
-        let (a, b, c) = (&a[..], &b[..], &mut c[..]);
-        amx.product::<1>(&amx.configure(), Product { terms: [1, 1], depth: 1, a, a_term: 0, b, b_term: 0, c });
+        op.run(amx, configured);
+        assert_eq!(c, [STEP as f32; SQUARE]);
     }
 
     #[test]
@@ -325,23 +288,23 @@ mod tests {
         let Some(amx) = amx() else { return };
         let outer = amx.configure();
         drop(amx.configure());
-        check::<2>(amx, &outer, [3, 3], 2);
+        check(amx, &outer);
         let inner = amx.configure();
         drop(outer);
-        check::<2>(amx, &inner, [3, 3], 2);
+        check(amx, &inner);
         let panicked = std::panic::catch_unwind(|| {
             let _configured = amx.configure();
             panic!("with tiles");
         });
         assert!(panicked.is_err());
-        check::<1>(amx, &inner, [1, 1], 1);
-        std::thread::spawn(move || check::<2>(amx, &amx.configure(), [2, 2], 3)).join().expect("another thread");
-        check::<1>(amx, &inner, [2, 2], 1);
+        check(amx, &inner);
+        std::thread::spawn(move || check(amx, &amx.configure())).join().expect("another thread");
+        check(amx, &inner);
         drop(inner);
         assert_eq!(CONFIGURED.get(), 0);
         // A guard that nobody drops costs a release, no more.
         core::mem::forget(amx.configure());
-        check::<2>(amx, &amx.configure(), [1, 1], 1);
+        check(amx, &amx.configure());
         CONFIGURED.set(0);
     }
 }

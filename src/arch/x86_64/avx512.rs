@@ -157,6 +157,12 @@ impl Lanes for Avx512 {
         avx512!(_mm512_scalef_ps(p, n))
     }
 
+    /// In one instruction, as VSCALEFPS takes the floor itself.
+    #[inline(always)]
+    fn split_floor(self, t: __m512) -> (__m512, __m512) {
+        (avx512!(_mm512_reduce_ps::<{ _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC }>(t)), t)
+    }
+
     #[inline(always)]
     fn load_f16(self, src: &[f16]) -> __m512 {
         let src = &src[..Self::LANES];
@@ -187,10 +193,12 @@ impl Lanes for Avx512 {
 
     #[inline(always)]
     fn pair_bf16(self, low: __m512, high: __m512) -> __m512 {
-        avx512!(_mm512_castsi512_ps(_mm512_mask_blend_epi16(
-            0xaaaa_aaaa,
-            _mm512_srli_epi32::<16>(_mm512_castps_si512(low)),
-            _mm512_castps_si512(high)
+        /// `a & b | c`.
+        const SELECT: i32 = 0b1110_1010;
+        avx512!(_mm512_castsi512_ps(_mm512_ternarylogic_epi32::<SELECT>(
+            _mm512_set1_epi32(!0xffff),
+            _mm512_castps_si512(high),
+            _mm512_srli_epi32::<16>(_mm512_castps_si512(low))
         )))
     }
 

@@ -6,6 +6,7 @@ use super::super::lanes::{Lanes, Op};
 use super::super::packed::{BLOCK_COLUMNS, BLOCK_ROWS, Block, Finish};
 use super::super::tile::Rows;
 use super::pack::{PackLanes, PackRows};
+use super::product::steps_at_once;
 use super::{Matrix, MatrixOp, Multiply, Product, SIDE, STEP, TILE};
 
 /// Steps of k that one product sums. Products of more are added: rounding errors of long sums stay small.
@@ -66,7 +67,7 @@ impl Tiled<'_, '_, '_> {
         let rows = rows.next_multiple_of(STEP);
         let columns = steps(k).checked_mul(STEP)?;
         let a = columns.checked_mul(rows * terms / 2)?;
-        a.checked_add(columns)?.checked_add(rows + 2 * STEP * STEP)
+        a.checked_add(columns)?.checked_add(rows + 2 * rows * STEP)
     }
 }
 
@@ -110,28 +111,38 @@ impl<L: Lanes> MatrixOp for OnMatrix<'_, '_, '_, L> {
         let (a, scratch) = scratch.split_at_mut(terms * term);
         let (row, scratch) = scratch.split_at_mut(steps(k) * STEP);
         let (flags, scratch) = scratch.split_at_mut(tiles * STEP);
-        let (sums, more) = scratch.split_at_mut(STEP * nr);
+        let (sums, more) = scratch[..2 * tiles * STEP * nr].split_at_mut(tiles * STEP * nr);
         let out_of_range = pack_rows(l, &block, terms, (a, term), row, flags);
         let panels = columns.start / nr..columns.end.div_ceil(nr);
         let configured = matrix.configure();
         let len = Terms::panel_len(k, nr, b.terms).expect("packed");
         for panel in panels.clone().filter(|&panel| !b.flagged[panel]) {
             let right = &b.data[panel * len..][..len];
-            for tile in 0..tiles {
-                let mut first = 0;
-                while first < steps(k) {
-                    let depth = (steps(k) - first).min(MOST_STEPS);
-                    let c = if first == 0 { &mut *sums } else { &mut *more };
-                    let a = &a[(tile * steps(k) + first) * 2 * TILE..];
-                    let right = &right[first * nr * SIDE..];
-                    let (terms, b_term) = ([terms, b.terms], len / b.terms);
-                    let op = Product { terms, depth, a, a_term: term, b: right, b_term, c };
-                    matrix.product_of(&configured, nr, op);
-                    if first > 0 {
-                        l.vectorize(Add { sums, more });
-                    }
-                    first += depth;
+            let factors = [terms, b.terms];
+            for part in (0..steps(k)).step_by(MOST_STEPS) {
+                let (end, c) = (steps(k).min(part + MOST_STEPS), if part == 0 { &mut *sums } else { &mut *more });
+                // Of B so much that it stays in L1 while all tiles of rows meet it.
+                let size = steps_at_once(factors);
+                for first in (part..end).step_by(size) {
+                    let op = Product {
+                        terms: factors,
+                        depth: size.min(end - first),
+                        columns: nr,
+                        a: &a[first * 2 * TILE..],
+                        a_block: steps(k) * 2 * TILE,
+                        a_term: term,
+                        b: &right[first * nr * SIDE..],
+                        b_term: len / b.terms,
+                        c,
+                        more: first > part,
+                    };
+                    op.run(matrix, &configured);
                 }
+                if part > 0 {
+                    l.vectorize(Add { sums, more });
+                }
+            }
+            for (tile, sums) in sums.chunks_exact_mut(STEP * nr).enumerate() {
                 let count = (rows.len() - tile * STEP).min(STEP);
                 l.vectorize(Finish { block: &mut block, sums: &mut sums[..count * nr], at: [tile * STEP, panel] });
             }

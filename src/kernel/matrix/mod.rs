@@ -9,16 +9,24 @@
 //! P = softmax(S)  queries in lanes, as on every level; two rows of probabilities, i and i + 16 of 32, become one row of pairs
 //! O^T = V^T P     tiles of V^T are transposed as they are packed
 //! ```
+//!
+//! Tiles are multiplied by a unit of their own while vectors go on. So the instructions of softmax of one tile of rows have steps of
+//! products between them: of the scores of the next tile, and of the values of the one before (as FlashAttention-3 does on GPUs; Shah
+//! et al. 2024, section 3.2). A processor that looks ahead by 512 instructions would not find them behind whole phases.
 
 pub(crate) mod gemm;
+mod operands;
+mod output;
 mod pack;
 mod pass;
+mod product;
 mod softmax;
 
 use crate::Precision;
 use crate::element::AnySlice;
 
 pub(super) use pass::{OnMatrix, ScoresOnMatrix};
+pub(crate) use product::Product;
 
 /// Rows of a tile, and `f32`, or pairs of bf16, in a row of it.
 pub(crate) const SIDE: usize = 16;
@@ -61,63 +69,22 @@ pub(crate) trait MatrixOp {
     fn run<M: Multiply>(self, matrix: M) -> Self::Output;
 }
 
-/// Products of tiles.
+/// Sums of products of tiles: 32 rows by one tile of columns, or two.
 pub(crate) trait Multiply: Copy {
-    /// While it lives, the tiles of this thread are ready.
+    /// While it lives, the tiles of this thread are ready. It has one set of sums.
     type Configured;
 
     fn configure(self) -> Self::Configured;
 
-    /// A product of two tiles of rows by `NB` tiles of columns, which is 1 or 2.
-    fn product<const NB: usize>(self, configured: &Self::Configured, op: Product<'_>);
+    /// The sums become 0.
+    fn clear(self, configured: &Self::Configured);
 
-    /// The same for so many columns: one tile of them, or two.
-    fn product_of(self, configured: &Self::Configured, columns: usize, op: Product<'_>) {
-        match columns / SIDE {
-            1 => self.product::<1>(configured, op),
-            _ => self.product::<2>(configured, op),
-        }
-    }
+    /// The sums become what [`store`](Self::store) has stored.
+    fn load(self, configured: &Self::Configured, c: &[f32]);
+
+    /// Adds the product of two tiles of rows, `a`, and of one tile of columns, or two, `b`.
+    fn add(self, configured: &Self::Configured, a: &[f32], b: &[f32]);
+
+    /// The sums, `[2 * SIDE][SIDE]` or `[2 * SIDE][2 * SIDE]`, as long as `c` is.
+    fn store(self, configured: &Self::Configured, c: &mut [f32]);
 }
-
-/// `c = sum of a_i b_j` over some terms of `a` and `b` and all steps; what `c` held is overwritten.
-pub(crate) struct Product<'a> {
-    /// Of `a` and of `b`.
-    pub(crate) terms: [usize; 2],
-    /// Steps, each of [`STEP`] elements; at least one.
-    pub(crate) depth: usize,
-    /// `[terms][depth][2]` tiles of `[row][pair]`, from term to term `a_term` floats.
-    pub(crate) a: &'a [f32],
-    pub(crate) a_term: usize,
-    /// `[terms][depth][NB]` tiles of `[pair][column]`, from term to term `b_term` floats.
-    pub(crate) b: &'a [f32],
-    pub(crate) b_term: usize,
-    /// `[2 * SIDE][NB * SIDE]`.
-    pub(crate) c: &'a mut [f32],
-}
-
-impl Product<'_> {
-    /// Panics if a tile is not within its slice.
-    #[inline(always)]
-    pub(crate) fn check<const NB: usize>(&self) {
-        let spans = |len: usize, terms: usize, term: usize, tiles: usize| {
-            let last = (terms - 1).checked_mul(term);
-            let tiles = self.depth.checked_mul(tiles * TILE);
-            last.zip(tiles).and_then(|(last, tiles)| last.checked_add(tiles)).is_some_and(|end| end <= len)
-        };
-        let [a, b] = self.terms;
-        assert!((1..=MAX_TERMS).contains(&a) && (1..=MAX_TERMS).contains(&b));
-        assert!(self.depth > 0 && (1..=2).contains(&NB));
-        assert!(spans(self.a.len(), a, self.a_term, 2) && spans(self.b.len(), b, self.b_term, NB));
-        assert!(self.c.len() >= 2 * SIDE * NB * SIDE);
-    }
-}
-
-/// The products of terms that are summed, smallest first, so that few bits are lost: at most [`MAX_PRODUCTS`].
-#[inline(always)]
-pub(crate) fn products([a, b]: [usize; 2]) -> impl Iterator<Item = [usize; 2]> {
-    let all: [_; MAX_PRODUCTS] = [[2, 0], [1, 1], [0, 2], [1, 0], [0, 1], [0, 0]];
-    all.into_iter().filter(move |&[i, j]| i < a && j < b && i + j < a.max(b))
-}
-
-pub(crate) const MAX_PRODUCTS: usize = 6;

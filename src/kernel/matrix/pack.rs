@@ -3,7 +3,7 @@
 use super::super::lanes::{Lanes, Op};
 use super::super::operand::Operand;
 use super::super::tile::Rows;
-use super::{SIDE, STEP, TILE};
+use super::{MAX_TERMS, SIDE, STEP, TILE};
 
 /// Magnitudes whose terms, and products of them, neither overflow nor are flushed to 0, as tiles do with what is smaller than
 /// 2^-126. What else is not 0 takes another way: see [`OutOfRange`].
@@ -29,22 +29,20 @@ impl<L: Lanes> OutOfRange<L> {
 
 /// Writes the terms of two vectors as rows of pairs, from term to term `term` floats.
 ///
-/// Three terms are exact however they are cut, and truncation takes least. Of two, what is left out (the product of the second ones,
-/// too) is smallest, and as often negative as positive, if they are rounded: rms error of `High` 39 times that of `f32` with
-/// truncation.
+/// Three terms, or one of a bf16, are exact however they are cut, and truncation takes least. Of two, what is left out (the product of
+/// the second ones, too) is smallest, and as often negative as positive, if they are rounded: rms error of `High` 39 times that of
+/// `f32` with truncation.
 #[inline(always)]
 pub(super) fn store_terms<L: Lanes, const TERMS: usize>(
     l: L,
+    exact: bool,
     [mut low, mut high]: [L::V; 2],
     dst: &mut [f32],
     term: usize,
 ) {
     for i in 0..TERMS {
-        let first = if TERMS < 3 {
-            [l.round_bf16(low), l.round_bf16(high)]
-        } else {
-            [l.truncate_bf16(low), l.truncate_bf16(high)]
-        };
+        let first =
+            if exact { [l.truncate_bf16(low), l.truncate_bf16(high)] } else { [l.round_bf16(low), l.round_bf16(high)] };
         l.store(l.pair_bf16(first[0], first[1]), &mut dst[i * term..]);
         (low, high) = (l.sub(low, first[0]), l.sub(high, first[1]));
     }
@@ -111,7 +109,7 @@ impl<T: Operand> PackRows<'_, T> {
                     let pair = [at(j), at(SIDE + j)];
                     check.see(l, pair[0]);
                     check.see(l, pair[1]);
-                    store_terms::<L, TERMS>(l, pair, &mut dst[j..], term);
+                    store_terms::<L, TERMS>(l, T::IS_BF16 || TERMS == MAX_TERMS, pair, &mut dst[j..], term);
                 }
             }
             *flag = l.sum(check.0);
@@ -157,7 +155,13 @@ impl PackLanes<'_> {
                     let pair = [at(i), at(SIDE + i)];
                     check.see(l, pair[0]);
                     check.see(l, pair[1]);
-                    store_terms::<L, TERMS>(l, pair, &mut dst[tile + i * SIDE + lane % SIDE..], term);
+                    store_terms::<L, TERMS>(
+                        l,
+                        TERMS == MAX_TERMS,
+                        pair,
+                        &mut dst[tile + i * SIDE + lane % SIDE..],
+                        term,
+                    );
                 }
             }
             l.store(check.0, &mut flags[lane..]);
@@ -168,9 +172,8 @@ impl PackLanes<'_> {
 /// Columns into tiles of rows, which is transposed: `[terms][pairs of tiles of columns][steps of rows][2]` tiles, whose pairs are
 /// rows `i` and `i + 16` of a step. Zeros for rows behind the last, for rows that are out of range, and for columns behind the last.
 /// Says whether a row is out of range.
-pub(super) struct PackColumns<'a> {
-    /// Their width is a multiple of `LANES`.
-    pub(super) rows: Rows<'a>,
+pub(super) struct PackColumns<'a, T> {
+    pub(super) rows: Rows<'a, T>,
     pub(super) terms: usize,
     pub(super) dst: &'a mut [f32],
     pub(super) term: usize,
@@ -179,7 +182,7 @@ pub(super) struct PackColumns<'a> {
     pub(super) flags: &'a mut [f32],
 }
 
-impl Op for PackColumns<'_> {
+impl<T: Operand> Op for PackColumns<'_, T> {
     type Output = bool;
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) -> bool {
@@ -187,37 +190,43 @@ impl Op for PackColumns<'_> {
     }
 }
 
-impl PackColumns<'_> {
+impl<T: Operand> PackColumns<'_, T> {
     #[inline(always)]
     fn pack<L: Lanes, const TERMS: usize>(self, l: L) -> bool {
         let Self { rows, dst, term, depth, flags, .. } = self;
         let mut any = false;
         for (i, flag) in flags.iter_mut().enumerate().take(rows.count) {
             let mut check = OutOfRange::new(l);
-            for x in rows.row(i).chunks_exact(L::LANES) {
-                check.see(l, l.load(x));
+            for x in rows.row(i).chunks(L::LANES) {
+                check.see(l, T::load_partial(l, x));
             }
             *flag = l.sum(check.0);
             any |= *flag != 0.0;
         }
+        let part = |row: usize, column: usize| {
+            let skip = row >= rows.count || any && flags[row] != 0.0;
+            match if skip { &[] } else { rows.row(row).get(column..).unwrap_or_default() } {
+                [] => l.splat(0.0),
+                columns => T::load_partial(l, columns),
+            }
+        };
+        let mut pairs = [[0.0; TILE]; TERMS];
         for first in (0..rows.count).step_by(STEP) {
-            let count = (rows.count - first).min(STEP);
-            let missing = any || count < STEP;
             for column in (0..rows.width.next_multiple_of(2 * SIDE)).step_by(SIDE) {
-                let mut columns = [[0.0; TILE]; 2];
-                for (half, columns) in columns.iter_mut().enumerate() {
-                    let from = first + half * SIDE;
-                    transpose(l, &rows, from, column, columns);
-                    for key in (0..SIDE).filter(|_| missing) {
-                        if from + key >= rows.count || flags[from + key] != 0.0 {
-                            columns.iter_mut().skip(key).step_by(SIDE).for_each(|x| *x = 0.0);
-                        }
-                    }
+                for at in (0..TILE).step_by(L::LANES) {
+                    let (row, column) = (first + at / SIDE, column + at % SIDE);
+                    let pair = [part(row, column), part(row + SIDE, column)];
+                    store_terms::<L, TERMS>(
+                        l,
+                        T::IS_BF16 || TERMS == MAX_TERMS,
+                        pair,
+                        &mut pairs.as_flattened_mut()[at..],
+                        TILE,
+                    );
                 }
                 let tile = ((column / STEP * depth + first / STEP) * 2 + column / SIDE % 2) * TILE;
-                for at in (0..TILE).step_by(L::LANES) {
-                    let pair = [l.load(&columns[0][at..]), l.load(&columns[1][at..])];
-                    store_terms::<L, TERMS>(l, pair, &mut dst[tile + at..], term);
+                for (i, pairs) in pairs.iter().enumerate() {
+                    transpose(l, pairs, &mut dst[i * term + tile..][..TILE]);
                 }
             }
         }
@@ -225,14 +234,12 @@ impl PackColumns<'_> {
     }
 }
 
-/// 16 rows and columns, or as many of them as there are.
+/// A tile.
 #[inline(always)]
-fn transpose<L: Lanes>(l: L, rows: &Rows<'_>, from: usize, column: usize, dst: &mut [f32; TILE]) {
-    for j in (0..SIDE).step_by(L::LANES).filter(|j| column + j < rows.width) {
-        for i in (0..SIDE).step_by(L::LANES).filter(|i| from + i < rows.count) {
-            let src = &rows.data[(from + i) * rows.stride + column + j..];
-            let count = (rows.count - from - i).min(L::LANES);
-            l.transpose(src, rows.stride, count, &mut dst[j * SIDE + i..], SIDE);
+fn transpose<L: Lanes>(l: L, src: &[f32; TILE], dst: &mut [f32]) {
+    for row in (0..SIDE).step_by(L::LANES) {
+        for column in (0..SIDE).step_by(L::LANES) {
+            l.transpose(&src[row * SIDE + column..], SIDE, L::LANES, &mut dst[column * SIDE + row..], SIDE);
         }
     }
 }

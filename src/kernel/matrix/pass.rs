@@ -1,18 +1,21 @@
 //! One pass over a KV head, on matrix tiles.
+//!
+//! A turn is a tile of rows and a block of keys. Products take units of their own, and softmax takes the vectors': while one turn is
+//! in softmax, the products of the values of the turn before it, and those of the keys of the turn behind it, go on.
 
+use super::super::blocking::MATRIX_K;
 use super::super::fused::{Keys, Pass};
-use super::super::lanes::{Lanes, Op};
+use super::super::lanes::Lanes;
+use super::super::mask_tile::Verdict;
 use super::super::online::Normalize;
-use super::super::operand::Operand;
-use super::super::pack::{load_rows, rows_in_place};
+use super::super::pack::load_rows;
 use super::super::scratch::{Areas, MatrixAreas, Tile, Work};
 use super::super::tile::{Rows, Transpose};
-use super::pack::{PackColumns, PackLanes, PackRows};
+use super::operands::Run;
+use super::output::{AddProduct, AddValue, Rescale};
+use super::product::Beside;
 use super::softmax::SoftmaxTerms;
-use super::{MAX_TERMS, MatrixOp, Multiply, Product, SIDE, STEP, TILE, terms};
-use crate::Precision;
-use crate::element::AnySlice;
-use crate::view::AnyHeads;
+use super::{MatrixOp, Multiply, Product, STEP, TILE};
 
 /// All keys against the tiles of rows of a pass, whose output rows it leaves as the other paths do.
 pub(crate) struct OnMatrix<'p, 'a, 't, 's, L> {
@@ -33,8 +36,9 @@ impl<L: Lanes> MatrixOp for OnMatrix<'_, '_, '_, '_, L> {
         }
         let lo = tiles.iter().map(|tile| tile.any.0).min().unwrap_or(0);
         let hi = tiles.iter().map(|tile| tile.any.1).max().unwrap_or(0);
-        for block in pass.blocks(lo, hi, pass.job.problem.key_length(pass.batch)) {
-            run.block(tiles, block, areas);
+        let (size, len) = (pass.job.blocking.packed_k, pass.job.problem.key_length(pass.batch));
+        for packed in pass.blocks_of(size, lo, hi, len) {
+            run.packed(tiles, packed, areas);
         }
         tiles.iter().filter(|tile| tile.started).for_each(|tile| run.transpose_output(tile, &mut areas.work));
     }
@@ -55,175 +59,188 @@ impl<L: Lanes> MatrixOp for ScoresOnMatrix<'_, '_, '_, '_, L> {
         let Self { pass, tile, part, at, areas } = self;
         let run = Run::new(pass, matrix);
         let Areas { k, work, matrix, .. } = areas;
-        let block = Block { keys: part, bad_keys: run.pack_keys(part, k, matrix), bad_values: false };
-        pass.scores(tile, part, at, work, |queries, s| run.scores(tile, part, &block, queries, s, k, matrix))
+        let verdict = pass.mask(tile, part, work);
+        if verdict == Verdict::Hidden {
+            return None;
+        }
+        let block = Packed { keys: part, bad_keys: run.pack_keys(part, k, matrix), bad_values: false };
+        let turn = Turn { index: 0, tile: *tile, part, verdict };
+        run.score_products(&turn, &block, (matrix.keys, matrix.queries), &mut work.s[at..])
+            .run(run.matrix, &run.configured);
+        run.correct(&turn, &block, at, k, work, matrix);
+        // Products fill whole tiles.
+        work.s[at..][part.count * tile.lanes..part.count.next_multiple_of(STEP) * tile.lanes].fill(0.0);
+        Some(pass.rules(tile, part, at, verdict, work))
     }
 }
 
-/// What stays the same over a pass.
-struct Run<'p, 'a, L, M: Multiply> {
-    pass: &'p Pass<'a, L>,
-    matrix: M,
-    configured: M::Configured,
-    /// Of queries, keys, values and probabilities.
-    terms: [usize; 4],
-    /// Steps of head_dim, and steps that a block of keys has room for.
-    head_steps: usize,
-    key_steps: usize,
+/// A tile of rows, and the part of a block of keys that it sees.
+#[derive(Clone, Copy)]
+struct Turn {
+    /// Among those of all tiles and blocks.
+    index: usize,
+    tile: Tile,
+    part: Keys,
+    verdict: Verdict,
 }
 
-/// Terms that the bits of an operand's elements fill.
-fn own_terms(operand: &AnyHeads<'_>) -> usize {
-    terms(operand.data, Precision::Highest)
-}
-
-/// A block of keys and values in tiles.
-struct Block {
+/// Keys and values in tiles.
+struct Packed {
     keys: Keys,
     /// Whether keys, and values, are out of range.
     bad_keys: bool,
     bad_values: bool,
 }
 
-impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
-    fn new(pass: &'p Pass<'a, L>, matrix: M) -> Self {
-        let (problem, blocking) = (pass.job.problem, &pass.job.blocking);
-        Self {
-            pass,
-            matrix,
-            configured: matrix.configure(),
-            terms: [own_terms(&pass.job.q), own_terms(&pass.job.k), own_terms(&pass.job.v), MAX_TERMS]
-                .map(|terms| terms.min(blocking.terms)),
-            head_steps: problem.head_dim.div_ceil(STEP),
-            key_steps: blocking.block_k.div_ceil(STEP),
-        }
-    }
-
-    fn product(&self, lanes: usize, op: Product<'_>) {
-        self.matrix.product_of(&self.configured, lanes, op);
-    }
-
-    /// Floats of one term of keys, of values, of a tile's queries and of its probabilities.
-    fn key_term(&self) -> usize {
-        self.key_steps * self.head_steps * 2 * TILE
-    }
-
-    fn value_term(&self) -> usize {
-        self.pass.job.blocking.head_dim_v_padded.div_ceil(STEP) * self.key_steps * 2 * TILE
-    }
-
-    fn query_term(&self) -> usize {
-        self.head_steps * self.pass.job.blocking.tile() * SIDE
-    }
-
-    fn probability_term(&self) -> usize {
-        self.key_steps * self.pass.job.blocking.tile() * SIDE
-    }
-
-    fn queries_of<'q>(&self, tile: &Tile, queries: &'q mut [f32]) -> &'q mut [f32] {
-        let len = self.terms[0] * self.query_term();
-        &mut queries[tile.index * len..][..len]
-    }
-
-    fn pack_queries(&self, tile: &Tile, areas: &mut Areas<'_>) {
-        let Areas { work, matrix, .. } = areas;
-        let src = self.pass.area_of(tile, work.queries, self.pass.job.problem.head_dim);
-        let flags = &mut matrix.query_flags[tile.first..];
-        let dst = self.queries_of(tile, matrix.queries);
-        let (terms, term) = (self.terms[0], self.query_term());
-        self.pass.l.vectorize(PackLanes { src, lanes: tile.lanes, terms, dst, term, flags });
-        // Lanes without a row hold anything.
-        flags[tile.rows..tile.lanes].fill(0.0);
-    }
-
-    /// Brings keys into tiles, and says whether some are out of range.
-    fn pack_keys(&self, keys: Keys, k: &mut [f32], areas: &mut MatrixAreas<'_>) -> bool {
-        match self.pass.job.k.data {
-            AnySlice::F32(data) => self.pack_keys_of(data, keys, k, areas),
-            AnySlice::F16(data) => self.pack_keys_of(data, keys, k, areas),
-            AnySlice::Bf16(data) => self.pack_keys_of(data, keys, k, areas),
-        }
-    }
-
-    /// The same of `data`, in their own type if they lie in rows.
-    fn pack_keys_of<T: Operand>(&self, data: &'a [T], keys: Keys, k: &mut [f32], areas: &mut MatrixAreas<'_>) -> bool {
-        let (pass, terms) = (self.pass, self.terms[1]);
-        let at = [pass.batch, pass.kv_head, keys.first];
-        let (dst, term, flags) = (&mut *areas.keys, self.key_term(), &mut *areas.key_flags);
-        match rows_in_place(data, &pass.job.k, at, keys.count).filter(|rows| rows.count == keys.count) {
-            Some(rows) => pass.l.vectorize(PackRows { rows, terms, dst, term, flags }),
-            None => {
-                let rows = load_rows(&pass.job.k, at, keys.count, 1, k);
-                pass.l.vectorize(PackRows { rows, terms, dst, term, flags })
-            }
-        }
-    }
-
-    /// Brings values into tiles, and says whether some are out of range.
-    fn pack_values(&self, keys: Keys, v: &mut [f32], areas: &mut MatrixAreas<'_>) -> bool {
-        let (pass, terms) = (self.pass, self.terms[2]);
-        let at = [pass.batch, pass.kv_head, keys.first];
-        let rows = load_rows(&pass.job.v, at, keys.count, L::LANES, v);
-        let (dst, term, flags) = (&mut *areas.values, self.value_term(), &mut *areas.value_flags);
-        let depth = self.key_steps;
-        pass.l.vectorize(PackColumns { rows, terms, dst, term, depth, flags })
-    }
-
-    fn block(&self, tiles: &mut [Tile], keys: Keys, areas: &mut Areas<'_>) {
-        let (pass, keep) = (self.pass, self.pass.job.problem.keep_first);
+impl<L: Lanes, M: Multiply> Run<'_, '_, L, M> {
+    /// All tiles, each with all blocks of some keys and values.
+    fn packed(&self, tiles: &mut [Tile], keys: Keys, areas: &mut Areas<'_>) {
         let Areas { k, v, work, matrix, .. } = areas;
-        let block =
-            Block { keys, bad_keys: self.pack_keys(keys, k, matrix), bad_values: self.pack_values(keys, v, matrix) };
-        for tile in tiles {
-            let Some(part) = tile.part(keys, keep) else { continue };
-            let scores = |queries: &[f32], s: &mut [f32]| self.scores(tile, part, &block, queries, s, k, matrix);
-            let Some(partial) = pass.scores(tile, part, 0, work, scores) else { continue };
-            let state = pass.state(tile, work.states);
-            pass.l.vectorize(SoftmaxTerms {
-                s: &mut work.s[..part.count * tile.lanes],
-                lanes: tile.lanes,
-                c: pass.scale.c,
-                state,
-                alpha: &mut work.pair[..tile.lanes],
-                terms: self.terms[3],
-                p: matrix.probabilities,
-                term: self.probability_term(),
-                keep: block.bad_values,
-            });
-            self.values(tile, part, &block, work, matrix);
-            if block.bad_values {
-                self.add_bad_values(tile, part, (&block, partial), v, work, matrix);
+        let (bad_keys, bad_values) = (self.pack_keys(keys, k, matrix), self.pack_values(keys, v, matrix));
+        let block = Packed { keys, bad_keys, bad_values };
+        let mut ahead = self.turn(tiles, 0, keys, work);
+        if let Some(turn) = &ahead {
+            let op = self.score_products(turn, &block, (matrix.keys, matrix.queries), work.s);
+            op.run(self.matrix, &self.configured);
+        }
+        let (mut behind, mut half) = (None, 0);
+        while let Some(now) = ahead {
+            let at = half * (work.s.len() / 2);
+            self.correct(&now, &block, at, k, work, matrix);
+            let partial = self.pass.rules(&now.tile, now.part, at, now.verdict, work);
+            ahead = self.turn(tiles, now.index + 1, keys, work);
+            let started = |turn: &Turn| (*turn, tiles[turn.tile.index].started);
+            let moved = self.softmax(&now, behind.as_ref().map(started), ahead.as_ref(), &block, half, work, matrix);
+            if let Some(turn) = behind.replace(now) {
+                self.add_values(&turn, tiles, half ^ 1, work, matrix);
             }
-            tile.started = true;
+            if self.accumulates && moved && tiles[now.tile.index].started {
+                self.rescale(&now, half, work, matrix);
+            }
+            if block.bad_values {
+                self.finish_values(&now, tiles, &block, half, work, matrix);
+                self.add_bad_values(&now, (&block, partial), at, v, work, matrix);
+                behind = None;
+            }
+            half ^= 1;
+        }
+        if let Some(turn) = behind {
+            self.finish_values(&turn, tiles, &block, half ^ 1, work, matrix);
         }
     }
 
-    /// Products of the queries of a tile and the keys of a part of a block.
+    /// The next turn, from one on, that sees something; its mask is then in `work`.
+    fn turn(&self, tiles: &[Tile], from: usize, keys: Keys, work: &mut Work<'_>) -> Option<Turn> {
+        let blocks = keys.count.div_ceil(MATRIX_K);
+        (from..tiles.len() * blocks).find_map(|index| {
+            let (tile, first) = (tiles[index / blocks], index % blocks * MATRIX_K);
+            let block = Keys { first: keys.first + first, count: MATRIX_K.min(keys.count - first) };
+            let part = tile.part(block, self.pass.job.problem.keep_first)?;
+            let verdict = self.pass.mask(&tile, part, work);
+            (verdict != Verdict::Hidden).then_some(Turn { index, tile, part, verdict })
+        })
+    }
+
+    /// Softmax of a turn, and beside it the products of the one before it (and whether its tile has begun) and of the one behind it.
+    /// Says whether a maximum has changed.
     #[allow(clippy::too_many_arguments, reason = "areas of the scratch, borrowed one by one")]
-    fn scores(
+    fn softmax(
         &self,
-        tile: &Tile,
-        part: Keys,
-        block: &Block,
-        queries: &[f32],
-        s: &mut [f32],
+        now: &Turn,
+        behind: Option<(Turn, bool)>,
+        ahead: Option<&Turn>,
+        block: &Packed,
+        half: usize,
+        work: &mut Work<'_>,
+        areas: &mut MatrixAreas<'_>,
+    ) -> bool {
+        let (pass, lanes) = (self.pass, now.tile.lanes);
+        let ([s, s_ahead], [p, p_behind]) = (halves(work.s, half), halves(areas.probabilities, half));
+        let [alpha, _] = halves(areas.alphas, half);
+        let values = behind.map(|turn| {
+            self.value_products(turn, block, (areas.values, p_behind), [&mut *work.o, &mut *areas.product])
+        });
+        let scores = ahead.map(|turn| self.score_products(turn, block, (areas.keys, areas.queries), s_ahead));
+        let mut beside = Beside::new(self.matrix, &self.configured, [values, scores]);
+        let moved = pass.l.vectorize(SoftmaxTerms {
+            s: &mut s[..now.part.count * lanes],
+            lanes,
+            c: pass.scale.c,
+            state: pass.state(&now.tile, work.states),
+            alpha: &mut alpha[..lanes],
+            terms: self.terms[3],
+            p,
+            term: self.probability_term(),
+            keep: block.bad_values,
+            beside: &mut beside,
+        });
+        beside.finish();
+        moved
+    }
+
+    /// Products of the keys of a part, in tiles, and the queries of all tiles of rows: `s[key][lane]`, in whole tiles of keys.
+    fn score_products<'x>(
+        &self,
+        Turn { tile, part, .. }: &Turn,
+        block: &Packed,
+        (keys, queries): (&'x [f32], &'x [f32]),
+        s: &'x mut [f32],
+    ) -> Product<'x> {
+        let a_block = self.head_steps * 2 * TILE;
+        Product {
+            terms: [self.terms[1], self.terms[0]],
+            depth: self.head_steps,
+            columns: tile.lanes,
+            a: &keys[(part.first - block.keys.first) / STEP * a_block..],
+            a_block,
+            a_term: self.key_term(),
+            b: &queries[self.queries_of(tile)],
+            b_term: self.query_term(),
+            c: &mut s[..part.count.next_multiple_of(STEP) * tile.lanes],
+            more: false,
+        }
+    }
+
+    /// Products of the values of a part and the probabilities of a tile of rows, in tiles: `product[d][lane]`, or added to those of
+    /// the tile in `o`, if it has begun.
+    fn value_products<'x>(
+        &self,
+        (Turn { tile, part, .. }, started): (Turn, bool),
+        block: &Packed,
+        (values, probabilities): (&'x [f32], &'x [f32]),
+        [o, product]: [&'x mut [f32]; 2],
+    ) -> Product<'x> {
+        let width = self.pass.job.blocking.head_dim_v_padded;
+        Product {
+            terms: [self.terms[2], self.terms[3]],
+            depth: part.count.div_ceil(STEP),
+            columns: tile.lanes,
+            a: &values[(part.first - block.keys.first) / STEP * 2 * TILE..],
+            a_block: self.key_steps * 2 * TILE,
+            a_term: self.value_term(),
+            b: probabilities,
+            b_term: self.probability_term(),
+            c: if self.accumulates {
+                self.pass.area_of(&tile, o, width)
+            } else {
+                &mut product[..width.next_multiple_of(STEP) * tile.lanes]
+            },
+            more: self.accumulates && started,
+        }
+    }
+
+    /// Scores at `work.s[at..]` of keys and queries that are out of range, in place of their products on tiles.
+    fn correct(
+        &self,
+        Turn { tile, part, .. }: &Turn,
+        block: &Packed,
+        at: usize,
         k: &mut [f32],
+        work: &mut Work<'_>,
         areas: &mut MatrixAreas<'_>,
     ) {
         let (lanes, first) = (tile.lanes, part.first - block.keys.first);
-        let group = self.head_steps * 2 * TILE;
-        let b = &*self.queries_of(tile, areas.queries);
-        for (i, s) in s[..part.count * lanes].chunks_mut(STEP * lanes).enumerate() {
-            let a = &areas.keys[(first / STEP + i) * group..];
-            let whole = s.len() == STEP * lanes;
-            let c = if whole { &mut *s } else { &mut *areas.product };
-            let (depth, a_term, b_term) = (self.head_steps, self.key_term(), self.query_term());
-            let terms = [self.terms[1], self.terms[0]];
-            self.product(lanes, Product { terms, depth, a, a_term, b, b_term, c });
-            if !whole {
-                s.copy_from_slice(&areas.product[..s.len()]);
-            }
-        }
+        let (s, queries) = (&mut work.s[at..], &*work.queries);
         let mut plainly = |key: usize, count: usize, s: &mut [f32]| {
             let at = [self.pass.batch, self.pass.kv_head, part.first + key];
             self.pass.products(tile, load_rows(&self.pass.job.k, at, count, 1, k), queries, s);
@@ -247,28 +264,58 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
         }
     }
 
-    /// Adds the values of a part, weighed by the probabilities in tiles, to the transposed output of a tile.
-    fn values(&self, tile: &Tile, part: Keys, block: &Block, work: &mut Work<'_>, areas: &mut MatrixAreas<'_>) {
-        let (lanes, first) = (tile.lanes, (part.first - block.keys.first) / STEP);
-        let width = self.pass.job.blocking.head_dim_v_padded;
-        let o = self.pass.area_of(tile, work.o, width);
-        let (a_term, b_term) = (self.value_term(), self.probability_term());
-        for (i, o) in o.chunks_mut(STEP * lanes).enumerate() {
-            let a = &areas.values[(i * self.key_steps + first) * 2 * TILE..];
-            let (b, c, depth) = (&*areas.probabilities, &mut *areas.product, part.count.div_ceil(STEP));
-            let terms = [self.terms[2], self.terms[3]];
-            self.product(lanes, Product { terms, depth, a, a_term, b, b_term, c });
-            let alpha = tile.started.then_some(&work.pair[..lanes]);
-            self.pass.l.vectorize(AddProduct { o, product: areas.product, lanes, alpha });
+    /// Adds the products of the values and a tile to its transposed output, if they are not there yet.
+    fn add_values(
+        &self,
+        turn: &Turn,
+        tiles: &mut [Tile],
+        half: usize,
+        work: &mut Work<'_>,
+        areas: &mut MatrixAreas<'_>,
+    ) {
+        let (tile, width) = (&mut tiles[turn.tile.index], self.pass.job.blocking.head_dim_v_padded);
+        let started = core::mem::replace(&mut tile.started, true);
+        if self.accumulates {
+            return;
         }
+        let [alpha, _] = halves(areas.alphas, half);
+        // The first values have nothing to be added to.
+        let alpha = started.then_some(&alpha[..tile.lanes]);
+        let o = self.pass.area_of(tile, work.o, width);
+        self.pass.l.vectorize(AddProduct { o, product: areas.product, lanes: tile.lanes, alpha });
     }
 
-    /// Adds the values that are out of range, one key after the other: a row meets only those that it sees.
+    /// The same, after the products themselves.
+    fn finish_values(
+        &self,
+        turn: &Turn,
+        tiles: &mut [Tile],
+        block: &Packed,
+        half: usize,
+        work: &mut Work<'_>,
+        areas: &mut MatrixAreas<'_>,
+    ) {
+        let [p, _] = halves(areas.probabilities, half);
+        let turn_started = (*turn, tiles[turn.tile.index].started);
+        let op = self.value_products(turn_started, block, (areas.values, p), [&mut *work.o, &mut *areas.product]);
+        op.run(self.matrix, &self.configured);
+        self.add_values(turn, tiles, half, work, areas);
+    }
+
+    /// Brings the output of a tile to its new maxima.
+    fn rescale(&self, Turn { tile, .. }: &Turn, half: usize, work: &mut Work<'_>, areas: &mut MatrixAreas<'_>) {
+        let [alpha, _] = halves(areas.alphas, half);
+        let o = self.pass.area_of(tile, work.o, self.pass.job.blocking.head_dim_v_padded);
+        self.pass.l.vectorize(Rescale { o, alpha: &alpha[..tile.lanes] });
+    }
+
+    /// Adds the values that are out of range, one key after the other, weighed by the probabilities at `work.s[at..]`: a row meets
+    /// only those that it sees.
     fn add_bad_values(
         &self,
-        tile: &Tile,
-        part: Keys,
-        (block, partial): (&Block, bool),
+        Turn { tile, part, .. }: &Turn,
+        (block, partial): (&Packed, bool),
+        at: usize,
         v: &mut [f32],
         work: &mut Work<'_>,
         areas: &MatrixAreas<'_>,
@@ -276,14 +323,13 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
         let pass = self.pass;
         let first = part.first - block.keys.first;
         for key in (0..part.count).filter(|key| areas.value_flags[first + key] != 0.0) {
-            let seen = &mut work.bias[..tile.lanes];
+            let seen = &mut work.stage[..tile.lanes];
             for (i, seen) in seen.iter_mut().enumerate() {
                 let sees = |(head, query)| pass.job.problem.visible(pass.batch, head, query, part.first + key);
                 *seen = f32::from(u8::from(i < tile.rows && (!partial || sees(pass.row(tile.first + i)))));
             }
-            let at = [pass.batch, pass.kv_head, part.first + key];
-            let value = load_rows(&pass.job.v, at, 1, L::LANES, v).row(0);
-            let p = &work.s[key * tile.lanes..][..tile.lanes];
+            let value = load_rows(&pass.job.v, [pass.batch, pass.kv_head, part.first + key], 1, L::LANES, v).row(0);
+            let p = &work.s[at + key * tile.lanes..][..tile.lanes];
             let o = pass.area_of(tile, work.o, pass.job.blocking.head_dim_v_padded);
             pass.l.vectorize(AddValue { o, value, p, seen });
         }
@@ -308,50 +354,8 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
     }
 }
 
-/// `o = alpha * o + product`, rows of `lanes`, or `o = product`.
-struct AddProduct<'a> {
-    o: &'a mut [f32],
-    product: &'a [f32],
-    lanes: usize,
-    alpha: Option<&'a [f32]>,
-}
-
-impl Op for AddProduct<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<L: Lanes>(self, l: L) {
-        let Self { o, product, lanes, alpha } = self;
-        let Some(alpha) = alpha else { return o.copy_from_slice(&product[..o.len()]) };
-        for lane in (0..lanes).step_by(L::LANES) {
-            let alpha = l.load(&alpha[lane..]);
-            for (o, product) in o.chunks_exact_mut(lanes).zip(product.chunks_exact(lanes)) {
-                let o = &mut o[lane..];
-                l.store(l.fma(l.load(o), alpha, l.load(&product[lane..])), o);
-            }
-        }
-    }
-}
-
-/// `o[d][row] += p[row] * value[d]` where the row sees the key.
-struct AddValue<'a> {
-    o: &'a mut [f32],
-    value: &'a [f32],
-    p: &'a [f32],
-    seen: &'a [f32],
-}
-
-impl Op for AddValue<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<L: Lanes>(self, l: L) {
-        let lanes = self.p.len();
-        for lane in (0..lanes).step_by(L::LANES) {
-            let (p, seen) = (l.load(&self.p[lane..]), l.lt(l.splat(0.0), l.load(&self.seen[lane..])));
-            for (o, &value) in self.o.chunks_exact_mut(lanes).zip(self.value) {
-                let o = &mut o[lane..];
-                let old = l.load(o);
-                l.store(l.select(seen, l.fma(p, l.splat(value), old), old), o);
-            }
-        }
-    }
+/// One half of an area for two tiles of rows, and the other one.
+fn halves(area: &mut [f32], half: usize) -> [&mut [f32]; 2] {
+    let (first, second) = area.split_at_mut(area.len() / 2);
+    if half == 0 { [first, second] } else { [second, first] }
 }

@@ -1,15 +1,16 @@
 //! Softmax of a tile whose probabilities go into tiles of columns.
 
-use super::super::exp::{exp2_nonpositive, exp2_nonpositive_coarse};
+use super::super::exp::{exp2_nonpositive, exp2_nonpositive_for};
 use super::super::lanes::{Lanes, Op};
 use super::super::online::{RowState, block_max, finite_or_zero};
 use super::super::tile::unroll;
 use super::pack::{store_terms, with_terms};
-use super::{SIDE, STEP, TILE};
+use super::product::Beside;
+use super::{MAX_TERMS, Multiply, SIDE, STEP, TILE};
 
 /// As [`Softmax`](super::super::online::Softmax), but probabilities become bf16 terms. `state.norm` is the sum of those that are
 /// rounded to a single one.
-pub(super) struct SoftmaxTerms<'a> {
+pub(super) struct SoftmaxTerms<'a, 'b, M: Multiply> {
     /// `[keys][lanes]`; a hidden key has -inf.
     pub(super) s: &'a mut [f32],
     pub(super) lanes: usize,
@@ -22,28 +23,53 @@ pub(super) struct SoftmaxTerms<'a> {
     pub(super) term: usize,
     /// Whether to leave probabilities in place of the scores, too.
     pub(super) keep: bool,
+    /// What goes on at the same time.
+    pub(super) beside: &'a mut Beside<'b, M>,
 }
 
-impl Op for SoftmaxTerms<'_> {
-    type Output = ();
+/// Powers of two by which scores may exceed the maximum that they are taken relative to, where probabilities become bf16: their
+/// errors are relative, and output need not be rescaled for every new maximum (lazy rescaling of FlashAttention-4).
+const LAZY: f32 = 8.0;
+
+impl<M: Multiply> Op for SoftmaxTerms<'_, '_, M> {
+    /// Whether the maximum of a row has changed.
+    type Output = bool;
     #[inline(always)]
-    fn run<L: Lanes>(mut self, l: L) {
+    fn run<L: Lanes>(mut self, l: L) -> bool {
+        // Ticks come after so many vectors that each of them finds about as much to hide behind.
+        let maxima = 2 * STEP * self.lanes;
+        let ticks = self.s.len() / (STEP * self.lanes) * (SIDE / 2) + self.s.len().div_ceil(maxima);
+        self.beside.spread(self.lanes / L::LANES * ticks);
+        let mut moved = l.splat(0.0);
         for lane in (0..self.lanes).step_by(L::LANES) {
             let old = l.load(&self.state.max[lane..]);
-            let max = l.max(block_max(l, self.s, self.lanes, lane), old);
-            let (shift, c) = (finite_or_zero(l, max), l.splat(self.c));
+            let mut found = l.splat(f32::NEG_INFINITY);
+            for s in self.s.chunks(maxima) {
+                found = l.max(block_max(l, s, self.lanes, lane), found);
+                self.beside.tick();
+            }
+            let c = l.splat(self.c);
+            let mut max = l.max(found, old);
+            if self.terms == 1 {
+                // False for NaN: of infinities, or of scores without a scale.
+                let near = l.lt(l.mul(l.sub(found, old), c), l.splat(LAZY));
+                max = l.select(near, old, max);
+            }
+            let shift = finite_or_zero(l, max);
             let alpha = exp2_nonpositive(l, l.mul(l.sub(old, shift), c));
             let sums = with_terms!(self.terms, TERMS => self.column::<L, TERMS>(l, lane, shift, c));
             l.store(max, &mut self.state.max[lane..]);
             l.store(alpha, &mut self.alpha[lane..]);
+            moved = l.add(moved, l.sub(l.splat(1.0), alpha));
             for (sum, state) in sums.into_iter().zip([&mut self.state.sum, &mut self.state.norm]) {
                 l.store(l.fma(l.load(&state[lane..]), alpha, sum), &mut state[lane..]);
             }
         }
+        l.sum(moved) != 0.0
     }
 }
 
-impl SoftmaxTerms<'_> {
+impl<M: Multiply> SoftmaxTerms<'_, '_, M> {
     /// One vector of rows: returns the sum of their probabilities, and that of what these become in tiles, if it is another one: of a
     /// single term, whose roundings may all be in one direction where scores are nearly equal.
     #[inline(always)]
@@ -62,6 +88,7 @@ impl SoftmaxTerms<'_> {
                     let low = op.probability(l, low);
                     op.take::<J>(l, [low, op.probability(l, high)], &mut p[(2 * i + J) * SIDE..]);
                 });
+                self.beside.tick();
             }
         }
         // Of the last step, the keys that there are.
@@ -99,8 +126,7 @@ impl<L: Lanes, const TERMS: usize> Column<L, TERMS> {
     #[inline(always)]
     fn probability(&self, l: L, s: &mut [f32]) -> L::V {
         let t = l.mul(l.sub(l.load(s), self.shift), self.c);
-        // A bf16 has 8 bits.
-        let p = if TERMS == 1 { exp2_nonpositive_coarse(l, t) } else { exp2_nonpositive(l, t) };
+        let p = exp2_nonpositive_for::<L, TERMS>(l, t);
         if self.keep {
             l.store(p, s);
         }
@@ -114,7 +140,7 @@ impl<L: Lanes, const TERMS: usize> Column<L, TERMS> {
         exact[2 * J] = l.add(exact[2 * J], pair[0]);
         exact[2 * J + 1] = l.add(exact[2 * J + 1], pair[1]);
         if TERMS > 1 {
-            return store_terms::<L, TERMS>(l, pair, dst, self.term);
+            return store_terms::<L, TERMS>(l, TERMS == MAX_TERMS, pair, dst, self.term);
         }
         let pair = [l.round_bf16(pair[0]), l.round_bf16(pair[1])];
         rounded[2 * J] = l.add(rounded[2 * J], pair[0]);
