@@ -180,12 +180,12 @@ fn in_steps(width: usize) -> usize {
     width.div_ceil(STEP).saturating_mul(STEP)
 }
 
-/// Keys whose packed keys and values take a fifth of L2 (2 MiB where there are tiles). A tile of rows meets all of them before the next
-/// one, while its outputs stay in L1.
+/// Keys whose packed keys and values take a fifth of L2 (2 MiB where there are tiles), at most 512. A tile of rows meets all of them
+/// before the next one, while its outputs stay in L1.
 fn packed_keys(problem: &Problem<'_>, terms: usize) -> usize {
     const BYTES: usize = 400 << 10;
     let key = in_steps(problem.head_dim).saturating_add(in_steps(problem.head_dim_v)).saturating_mul(2 * terms).max(1);
-    let most = 1 << (BYTES / key).clamp(2 * MATRIX_K, 1024).ilog2();
+    let most = 1 << (BYTES / key).clamp(2 * MATRIX_K, 512).ilog2();
     problem.seqlen_k.clamp(1, most).next_multiple_of(MATRIX_K)
 }
 

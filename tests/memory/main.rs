@@ -325,8 +325,8 @@ fn memory_is_bounded() {
                     .expect("a valid call")
                     .explain()
                     .threads;
-                // On matrix tiles up to 1024 keys are packed, for up to 2048 rows.
-                let tile = if level == Level::Amx { 1280 << 10 } else { 256 << 10 };
+                // On matrix tiles up to 512 keys are packed, for up to 2048 rows.
+                let tile = if level == Level::Amx { 1 << 20 } else { 256 << 10 };
                 assert!(long <= threads * tile, "{say}");
             }
         }

@@ -278,6 +278,7 @@ mod tests {
             b: &ones,
             b_term: 0,
             c: &mut c,
+            more: false,
         };
         op.run(amx, configured);
         assert_eq!(c, [STEP as f32; SQUARE]);
