@@ -5,6 +5,7 @@ use core::ops::Range;
 use super::super::lanes::{Lanes, Op};
 use super::super::packed::{BLOCK_COLUMNS, BLOCK_ROWS, Block, Finish};
 use super::super::tile::Rows;
+use super::output::Add;
 use super::pack::{PackLanes, PackRows};
 use super::product::steps_at_once;
 use super::{Matrix, MatrixOp, Multiply, Product, SIDE, STEP, TILE};
@@ -181,20 +182,4 @@ fn pack_rows<L: Lanes>(
         any |= l.vectorize(PackRows { rows, terms, dst: &mut dst[first..], term, flags });
     }
     any
-}
-
-/// `sums += more`.
-struct Add<'a> {
-    sums: &'a mut [f32],
-    more: &'a [f32],
-}
-
-impl Op for Add<'_> {
-    type Output = ();
-    #[inline(always)]
-    fn run<L: Lanes>(self, l: L) {
-        for (x, y) in self.sums.chunks_exact_mut(L::LANES).zip(self.more.chunks_exact(L::LANES)) {
-            l.store(l.add(l.load(x), l.load(y)), x);
-        }
-    }
 }

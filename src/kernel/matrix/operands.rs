@@ -1,5 +1,6 @@
 //! Operands of one pass over a KV head, in tiles.
 
+use core::cell::Cell;
 use core::ops::Range;
 
 use super::super::blocking::MATRIX_K;
@@ -25,6 +26,8 @@ pub(super) struct Run<'p, 'a, L, M: Multiply> {
     /// Whether outputs are summed in tiles. Sums of rounded probabilities lose nothing by it; for others each block of keys is summed
     /// by itself, and added.
     pub(super) accumulates: bool,
+    /// Whether outputs that tiles add to may be subnormal, by values that were out of range: tiles would take them for 0.
+    pub(super) has_tiny: Cell<bool>,
     /// Steps of head_dim, and of the packed keys.
     pub(super) head_steps: usize,
     pub(super) key_steps: usize,
@@ -51,6 +54,7 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
             matrix,
             configured: matrix.configure(),
             terms,
+            has_tiny: Cell::new(false),
             accumulates: terms[3] == 1 && blocking.head_dim_v_padded.is_multiple_of(STEP),
             head_steps: problem.head_dim.div_ceil(STEP),
             key_steps: blocking.packed_k / STEP,

@@ -70,3 +70,36 @@ impl Op for AddValue<'_> {
         }
     }
 }
+
+/// The subnormal elements, zeros for all others.
+pub(super) struct Subnormals<'a> {
+    pub(super) o: &'a [f32],
+    pub(super) dst: &'a mut [f32],
+}
+
+impl Op for Subnormals<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        for (x, dst) in self.o.chunks_exact(L::LANES).zip(self.dst.chunks_exact_mut(L::LANES)) {
+            let x = l.load(x);
+            l.store(l.select(l.lt(l.abs(x), l.splat(f32::MIN_POSITIVE)), x, l.splat(0.0)), dst);
+        }
+    }
+}
+
+/// `sums += more`.
+pub(super) struct Add<'a> {
+    pub(super) sums: &'a mut [f32],
+    pub(super) more: &'a [f32],
+}
+
+impl Op for Add<'_> {
+    type Output = ();
+    #[inline(always)]
+    fn run<L: Lanes>(self, l: L) {
+        for (x, y) in self.sums.chunks_exact_mut(L::LANES).zip(self.more.chunks_exact(L::LANES)) {
+            l.store(l.add(l.load(x), l.load(y)), x);
+        }
+    }
+}

@@ -12,7 +12,7 @@ use super::super::pack::load_rows;
 use super::super::scratch::{Areas, MatrixAreas, Tile, Work};
 use super::super::tile::{Rows, Transpose};
 use super::operands::Run;
-use super::output::{AddProduct, AddValue, Rescale};
+use super::output::{Add, AddProduct, AddValue, Rescale, Subnormals};
 use super::product::Beside;
 use super::softmax::SoftmaxTerms;
 use super::{MatrixOp, Multiply, Product, STEP, TILE};
@@ -98,6 +98,7 @@ impl<L: Lanes, M: Multiply> Run<'_, '_, L, M> {
         let Areas { k, v, work, matrix, .. } = areas;
         let (bad_keys, bad_values) = (self.pack_keys(keys, k, matrix), self.pack_values(keys, v, matrix));
         let block = Packed { keys, bad_keys, bad_values };
+        self.has_tiny.set(self.has_tiny.get() || self.accumulates && bad_values);
         let mut ahead = self.turn(tiles, 0, keys, work);
         if let Some(turn) = &ahead {
             let op = self.score_products(turn, &block, (matrix.keys, matrix.queries), work.s);
@@ -117,7 +118,7 @@ impl<L: Lanes, M: Multiply> Run<'_, '_, L, M> {
             if self.accumulates && moved && tiles[now.tile.index].started {
                 self.rescale(&now, half, work, matrix);
             }
-            if block.bad_values {
+            if block.bad_values || self.has_tiny.get() {
                 self.finish_values(&now, tiles, &block, half, work, matrix);
                 self.add_bad_values(&now, (&block, partial), at, v, work, matrix);
                 behind = None;
@@ -296,9 +297,17 @@ impl<L: Lanes, M: Multiply> Run<'_, '_, L, M> {
         areas: &mut MatrixAreas<'_>,
     ) {
         let [p, _] = halves(areas.probabilities, half);
+        let (pass, width) = (self.pass, self.pass.job.blocking.head_dim_v_padded);
         let turn_started = (*turn, tiles[turn.tile.index].started);
+        let tiny = turn_started.1 && self.has_tiny.get();
+        if tiny {
+            pass.l.vectorize(Subnormals { o: pass.area_of(&turn.tile, work.o, width), dst: areas.product });
+        }
         let op = self.value_products(turn_started, block, (areas.values, p), [&mut *work.o, &mut *areas.product]);
         op.run(self.matrix, &self.configured);
+        if tiny {
+            pass.l.vectorize(Add { sums: pass.area_of(&turn.tile, work.o, width), more: areas.product });
+        }
         self.add_values(turn, tiles, half, work, areas);
     }
 
