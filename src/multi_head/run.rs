@@ -69,7 +69,12 @@ impl Workspace {
         terms: usize,
     ) -> Result<Prepared<'a>> {
         let terms = if level == Level::Amx { terms } else { 0 };
-        let pool = parallel::current_threads();
+        // Asking for threads starts the global pool.
+        let pool_for = |work: u64| if work < SERIAL_BELOW { 1 } else { parallel::current_threads() };
+        let widths = problem.head_dim.saturating_add(problem.head_dim_v);
+        let most_work = [problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k, widths];
+        let most_work = most_work.into_iter().fold(1u64, |work, size| work.saturating_mul(size as u64));
+        let pool = if terms > 0 { pool_for(most_work) } else { 1 };
         let cut = Blocking::new(problem, starts, level.lanes(), weights == Some(true), terms, pool)?;
         let blocks = cut.grid.len();
         if u32::try_from(blocks).is_err() {
@@ -77,8 +82,8 @@ impl Workspace {
         }
         grow(&mut self.taken, blocks, AtomicBool::default)?;
         let pairs = self.order_tasks(problem, &cut.grid)?;
-        let work = pairs.saturating_mul((problem.head_dim.saturating_add(problem.head_dim_v)) as u64);
-        let pool = if work < SERIAL_BELOW { 1 } else { pool };
+        let work = pairs.saturating_mul(widths as u64);
+        let pool = pool_for(work);
         let mut prepared = Prepared { blocking: cut, level, threads: 1, pairs, pieces: 1 };
         let short_of_blocks = (1..BLOCKS_PER_THREAD * pool).contains(&self.tasks.len());
         if pool > 1 && short_of_blocks && weights.is_none() && cut.block_is_one_pass() {
