@@ -10,8 +10,9 @@ use super::pack::{PackLanes, PackRows};
 use super::product::steps_at_once;
 use super::{Matrix, MatrixOp, Multiply, Product, SIDE, STEP, TILE};
 
-/// Steps of k that one product sums. Products of more are added: rounding errors of long sums stay small.
-const MOST_STEPS: usize = 64;
+/// Steps of k that one product sums. Products of more are added, so that rounding errors of long sums stay small: rms of `f32` at k 4096,
+/// relative to the largest, 4.8e-8, and 8.6e-8 with 64 steps (`examples/accuracy`).
+const MOST_STEPS: usize = 16;
 
 /// Steps that k has.
 fn steps(k: usize) -> usize {
