@@ -72,10 +72,13 @@ impl Workspace {
         // Asking for threads starts the global pool.
         let pool_for = |work: u64| if work < SERIAL_BELOW { 1 } else { parallel::current_threads() };
         let widths = problem.head_dim.saturating_add(problem.head_dim_v);
-        let most_work = [problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k, widths];
-        let most_work = most_work.into_iter().fold(1u64, |work, size| work.saturating_mul(size as u64));
-        let pool = if terms > 0 { pool_for(most_work) } else { 1 };
-        let cut = Blocking::new(problem, starts, level.lanes(), weights == Some(true), terms, pool)?;
+        let most_work = || {
+            let sizes = [problem.batch, problem.num_heads, problem.seqlen_q, problem.seqlen_k, widths];
+            sizes.into_iter().fold(1u64, |work, size| work.saturating_mul(size as u64))
+        };
+        // Only rows for matrix tiles are dealt out by threads.
+        let threads = if terms > 0 { pool_for(most_work()) } else { 1 };
+        let cut = Blocking::new(problem, starts, level.lanes(), weights == Some(true), terms, threads)?;
         let blocks = cut.grid.len();
         if u32::try_from(blocks).is_err() {
             return Err(Error::Memory { bytes: blocks.saturating_mul(size_of::<Task>()) });

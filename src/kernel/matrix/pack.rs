@@ -2,7 +2,7 @@
 
 use super::super::lanes::{Lanes, Op};
 use super::super::operand::Operand;
-use super::super::tile::Rows;
+use super::super::tile::{Rows, Transpose};
 use super::{MAX_TERMS, SIDE, STEP, TILE};
 
 /// Magnitudes whose terms, and products of them, neither overflow nor are flushed to 0, as tiles do with what is smaller than
@@ -35,11 +35,12 @@ impl<L: Lanes> OutOfRange<L> {
 #[inline(always)]
 pub(super) fn store_terms<L: Lanes, const TERMS: usize>(
     l: L,
-    exact: bool,
+    is_bf16: bool,
     [mut low, mut high]: [L::V; 2],
     dst: &mut [f32],
     term: usize,
 ) {
+    let exact = is_bf16 || TERMS == MAX_TERMS;
     for i in 0..TERMS {
         let first =
             if exact { [l.truncate_bf16(low), l.truncate_bf16(high)] } else { [l.round_bf16(low), l.round_bf16(high)] };
@@ -109,7 +110,7 @@ impl<T: Operand> PackRows<'_, T> {
                     let pair = [at(j), at(SIDE + j)];
                     check.see(l, pair[0]);
                     check.see(l, pair[1]);
-                    store_terms::<L, TERMS>(l, T::IS_BF16 || TERMS == MAX_TERMS, pair, &mut dst[j..], term);
+                    store_terms::<L, TERMS>(l, T::IS_BF16, pair, &mut dst[j..], term);
                 }
             }
             *flag = l.sum(check.0);
@@ -155,13 +156,7 @@ impl PackLanes<'_> {
                     let pair = [at(i), at(SIDE + i)];
                     check.see(l, pair[0]);
                     check.see(l, pair[1]);
-                    store_terms::<L, TERMS>(
-                        l,
-                        TERMS == MAX_TERMS,
-                        pair,
-                        &mut dst[tile + i * SIDE + lane % SIDE..],
-                        term,
-                    );
+                    store_terms::<L, TERMS>(l, false, pair, &mut dst[tile + i * SIDE + lane % SIDE..], term);
                 }
             }
             l.store(check.0, &mut flags[lane..]);
@@ -216,30 +211,15 @@ impl<T: Operand> PackColumns<'_, T> {
                 for at in (0..TILE).step_by(L::LANES) {
                     let (row, column) = (first + at / SIDE, column + at % SIDE);
                     let pair = [part(row, column), part(row + SIDE, column)];
-                    store_terms::<L, TERMS>(
-                        l,
-                        T::IS_BF16 || TERMS == MAX_TERMS,
-                        pair,
-                        &mut pairs.as_flattened_mut()[at..],
-                        TILE,
-                    );
+                    store_terms::<L, TERMS>(l, T::IS_BF16, pair, &mut pairs.as_flattened_mut()[at..], TILE);
                 }
                 let tile = ((column / STEP * depth + first / STEP) * 2 + column / SIDE % 2) * TILE;
                 for (i, pairs) in pairs.iter().enumerate() {
-                    transpose(l, pairs, &mut dst[i * term + tile..][..TILE]);
+                    let src = Rows { data: pairs, stride: SIDE, width: SIDE, count: SIDE };
+                    Transpose { src, dst: &mut dst[i * term + tile..], dst_stride: SIDE }.run(l);
                 }
             }
         }
         any
-    }
-}
-
-/// A tile.
-#[inline(always)]
-fn transpose<L: Lanes>(l: L, src: &[f32; TILE], dst: &mut [f32]) {
-    for row in (0..SIDE).step_by(L::LANES) {
-        for column in (0..SIDE).step_by(L::LANES) {
-            l.transpose(&src[row * SIDE + column..], SIDE, L::LANES, &mut dst[column * SIDE + row..], SIDE);
-        }
     }
 }

@@ -6,7 +6,7 @@ use super::super::online::{RowState, block_max, finite_or_zero};
 use super::super::tile::unroll;
 use super::pack::{store_terms, with_terms};
 use super::product::Beside;
-use super::{MAX_TERMS, Multiply, SIDE, STEP, TILE};
+use super::{Multiply, SIDE, STEP, TILE};
 
 /// As [`Softmax`](super::super::online::Softmax), but probabilities become bf16 terms. `state.norm` is the sum of those that are
 /// rounded to a single one.
@@ -140,7 +140,7 @@ impl<L: Lanes, const TERMS: usize> Column<L, TERMS> {
         exact[2 * J] = l.add(exact[2 * J], pair[0]);
         exact[2 * J + 1] = l.add(exact[2 * J + 1], pair[1]);
         if TERMS > 1 {
-            return store_terms::<L, TERMS>(l, TERMS == MAX_TERMS, pair, dst, self.term);
+            return store_terms::<L, TERMS>(l, false, pair, dst, self.term);
         }
         let pair = [l.round_bf16(pair[0]), l.round_bf16(pair[1])];
         rounded[2 * J] = l.add(rounded[2 * J], pair[0]);
