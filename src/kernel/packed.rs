@@ -251,7 +251,7 @@ fn panel_by_tiles<'b, L: Lanes>(
     while row < a.count {
         let rows = tile_rows(a.count - row, L::MR);
         let tile = Tile { block: &mut *block, a, part, sums: &mut *sums, at: [row, at] };
-        with_constant!(rows, MR => outlined(l, OnePanel::<MR> { tile, panel, ahead: ahead(row) }));
+        with_constant!(rows, MR <= L::MR => outlined(l, OnePanel::<MR> { tile, panel, ahead: ahead(row) }));
         row += rows;
     }
 }

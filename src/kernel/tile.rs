@@ -36,14 +36,15 @@ impl<'a, T: Copy> Rows<'a, T> {
     }
 }
 
-/// Runs `$body` with the constant `$mr` equal to `$m`, which is 1..=12.
+/// Runs `$body` with the constant `$mr` equal to `$m`, which is 1..=`$most`; `$most` is a constant, 12 or less. What is beyond it
+/// is not compiled (`if const`): of levels with tiles of 6 rows that was half.
 macro_rules! with_constant {
-    ($m:expr, $mr:ident => $body:expr) => {
-        with_constant!(@ $m, $mr => $body; 1 2 3 4 5 6 7 8 9 10 11 12)
+    ($m:expr, $mr:ident <= $most:expr => $body:expr) => {
+        with_constant!(@ $m, $mr <= $most => $body; 1 2 3 4 5 6 7 8 9 10 11 12)
     };
-    (@ $m:expr, $mr:ident => $body:expr; $($n:literal)*) => {
+    (@ $m:expr, $mr:ident <= $most:expr => $body:expr; $($n:literal)*) => {
         match $m {
-            $($n => { const $mr: usize = $n; $body })*
+            $($n => if const { $n <= $most } { const $mr: usize = $n; $body } else { unreachable!("more rows than the level's tiles have") })*
             _ => unreachable!("register tiles have 1 to 12 rows"),
         }
     };
@@ -56,7 +57,7 @@ macro_rules! unroll {
         unroll!(@ $i < $n => $body; 0 1 2 3 4 5 6 7 8 9 10 11 12 13 14 15)
     };
     (@ $i:ident < $n:expr => $body:expr; $($k:literal)*) => {{
-        $(if $k < $n {
+        $(if const { $k < $n } {
             const $i: usize = $k;
             $body
         })*
@@ -109,7 +110,7 @@ fn scores<L: Lanes, const NV: usize>(l: L, op: Scores<'_>) {
     while first < op.keys.count {
         let rows = tile_rows(op.keys.count - first, L::MR);
         let (tile, rest) = s.split_at_mut(rows * lanes);
-        with_constant!(rows, MR => score_tile::<L, NV, MR>(l, op.keys.range(first, first + MR), op.queries, tile, op.more));
+        with_constant!(rows, MR <= L::MR => score_tile::<L, NV, MR>(l, op.keys.range(first, first + MR), op.queries, tile, op.more));
         s = rest;
         first += rows;
     }
@@ -222,7 +223,7 @@ fn value_panel<L: Lanes, T: Operand, const NV: usize>(l: L, op: &mut Values<'_, 
     let mut row = 0;
     while row < op.rows {
         let rows = tile_rows(op.rows - row, L::MR);
-        with_constant!(rows, MR => value_tile::<L, T, NV, MR>(l, op, row, column));
+        with_constant!(rows, MR <= L::MR => value_tile::<L, T, NV, MR>(l, op, row, column));
         row += rows;
     }
 }
