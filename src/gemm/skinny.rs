@@ -110,8 +110,10 @@ fn run_blocks<T: GemmElement, const FUSED: bool, const LANES: usize, const ROWS:
     for first in outputs.clone().step_by(block) {
         let rows = block.min(outputs.end - first);
         sums.fill(T::ZERO);
-        let mut each = sums.chunks_exact_mut(block);
-        let mut sums: [&mut [T]; COUNT] = core::array::from_fn(|_| &mut each.next().unwrap_or_default()[..rows]);
+        let mut sums: [&mut [T]; COUNT] = {
+            let mut each = sums.chunks_exact_mut(block);
+            core::array::from_fn(|_| &mut each.next().unwrap_or_default()[..rows])
+        };
         for p in (0..k).step_by(CHUNK) {
             let len = CHUNK.min(k - p);
             let xs = lines(vectors, [vector * next + p * along, next, along], len, &mut vector_copy);
@@ -130,11 +132,11 @@ fn run_blocks<T: GemmElement, const FUSED: bool, const LANES: usize, const ROWS:
                 let whole = len - len % COLUMNS;
                 for q in (0..whole).step_by(COLUMNS) {
                     let columns = lines(matrix, [corner + q * across, across, down], rows, &mut line_copy);
-                    axpy::<T, FUSED, LANES, COLUMNS, COUNT>(&mut sums, columns, xs.map(|x| lanes(&x[q..])));
+                    axpy::<T, FUSED, LANES, COLUMNS, COUNT>(&mut sums, columns, lanes(xs, q));
                 }
                 for q in whole..len {
                     let column = lines(matrix, [corner + q * across, across, down], rows, &mut line_copy);
-                    axpy::<T, FUSED, LANES, 1, COUNT>(&mut sums, column, xs.map(|x| [x[q]]));
+                    axpy::<T, FUSED, LANES, 1, COUNT>(&mut sums, column, lanes(xs, q));
                 }
             }
         }
@@ -153,12 +155,17 @@ fn lines<'s, T: GemmElement, const N: usize>(
     len: usize,
     copy: &'s mut Vec<T>,
 ) -> [&'s [T]; N] {
-    if along == 1 || len == 1 {
-        return core::array::from_fn(|i| &data[start + i * next..][..len]);
+    let (lines, start, next) = if along == 1 || len == 1 {
+        (data, start, next)
+    } else {
+        gather(data, [start, next, along], [N, len], copy);
+        (&**copy, 0, len)
+    };
+    let mut each: [&[T]; N] = [&[]; N];
+    for (i, line) in each.iter_mut().enumerate() {
+        *line = &lines[start + i * next..][..len];
     }
-    gather(data, [start, next, along], [N, len], copy);
-    let copy = &*copy;
-    core::array::from_fn(|i| &copy[i * len..][..len])
+    each
 }
 
 #[inline(never)]
@@ -190,13 +197,20 @@ fn dot<T: GemmElement, const FUSED: bool, const LANES: usize, const ROWS: usize,
 ) -> [[T; COUNT]; ROWS] {
     let mut sums = [[[T::ZERO; LANES]; COUNT]; ROWS];
     let len = xs[0].len();
-    let rows = rows.map(|row| &row[..len]);
-    let xs = xs.map(|x| &x[..len]);
+    let (rows, xs) = (cut(rows, len), cut(xs, len));
     let whole = len - len % LANES;
     for p in (0..whole).step_by(LANES) {
-        step::<T, FUSED, LANES, ROWS, COUNT>(&mut sums, rows.map(|row| lanes(&row[p..])), xs.map(|x| lanes(&x[p..])));
+        step::<T, FUSED, LANES, ROWS, COUNT>(&mut sums, lanes(rows, p), lanes(xs, p));
     }
-    let mut dots = if whole > 0 { sums.map(|row| row.map(total)) } else { [[T::ZERO; COUNT]; ROWS] };
+    let mut dots = [[T::ZERO; COUNT]; ROWS];
+    if whole > 0 {
+        // LLVM must not know that these are the sums of the loop: seeing four totals side by side it makes vectors across them, and of
+        // a loop of loads and FMAs one of shuffles, three times as slow.
+        let sums = core::hint::black_box(sums);
+        for (dot, &sums) in dots.as_flattened_mut().iter_mut().zip(sums.as_flattened()) {
+            *dot = total(sums);
+        }
+    }
     for p in whole..len {
         for (dots, row) in dots.iter_mut().zip(rows) {
             for (dot, x) in dots.iter_mut().zip(xs) {
@@ -222,10 +236,22 @@ fn step<T: GemmElement, const FUSED: bool, const LANES: usize, const ROWS: usize
     }
 }
 
+/// The first `len` elements of each line.
 #[inline(always)]
-fn lanes<T: GemmElement, const LANES: usize>(from: &[T]) -> [T; LANES] {
-    let mut to = [T::ZERO; LANES];
-    to.copy_from_slice(&from[..LANES]);
+fn cut<T, const N: usize>(mut lines: [&[T]; N], len: usize) -> [&[T]; N] {
+    for line in &mut lines {
+        *line = &line[..len];
+    }
+    lines
+}
+
+/// The elements of each line from `at` on. (In a loop, not by `map`, whose closure is a call where a function asks for AVX2.)
+#[inline(always)]
+fn lanes<T: GemmElement, const LANES: usize, const N: usize>(lines: [&[T]; N], at: usize) -> [[T; LANES]; N] {
+    let mut to = [[T::ZERO; LANES]; N];
+    for i in 0..N {
+        to[i].copy_from_slice(&lines[i][at..][..LANES]);
+    }
     to
 }
 
@@ -250,12 +276,15 @@ fn axpy<T: GemmElement, const FUSED: bool, const LANES: usize, const N: usize, c
     xs: [[T; N]; COUNT],
 ) {
     let len = columns[0].len();
-    let columns = columns.map(|column| &column[..len]);
+    let columns = cut(columns, len);
     let whole = len - len % LANES;
     for i in (0..whole).step_by(LANES) {
-        let mut tile: [[T; LANES]; COUNT] = core::array::from_fn(|j| lanes(&sums[j][i..]));
+        let mut tile = [[T::ZERO; LANES]; COUNT];
+        for (tile, sum) in tile.iter_mut().zip(sums.iter()) {
+            tile.copy_from_slice(&sum[i..][..LANES]);
+        }
         for c in 0..N {
-            let column: [T; LANES] = lanes(&columns[c][i..]);
+            let [column]: [[T; LANES]; 1] = lanes([columns[c]], i);
             for j in 0..COUNT {
                 for l in 0..LANES {
                     tile[j][l] = column[l].multiply_add::<FUSED>(xs[j][c], tile[j][l]);

@@ -37,15 +37,15 @@ impl<'a, T: Copy> Rows<'a, T> {
 }
 
 /// Runs `$body` with the constant `$mr` equal to `$m`, which is 1..=`$most`; `$most` is a constant, 12 or less. What is beyond it
-/// is not compiled (`if const`): of levels with tiles of 6 rows that was half.
+/// is not compiled (an `if` of a constant is decided before there is code): half of it, for tiles of 6 rows.
 macro_rules! with_constant {
     ($m:expr, $mr:ident <= $most:expr => $body:expr) => {
         with_constant!(@ $m, $mr <= $most => $body; 1 2 3 4 5 6 7 8 9 10 11 12)
     };
     (@ $m:expr, $mr:ident <= $most:expr => $body:expr; $($n:literal)*) => {
         match $m {
-            $($n => if const { $n <= $most } { const $mr: usize = $n; $body } else { unreachable!("more rows than the level's tiles have") })*
-            _ => unreachable!("register tiles have 1 to 12 rows"),
+            $($n if const { $n <= $most } => { const $mr: usize = $n; $body })*
+            _ => unreachable!("no register tile has so many rows"),
         }
     };
 }
