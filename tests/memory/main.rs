@@ -89,15 +89,32 @@ fn alone() -> MutexGuard<'static, ()> {
     let guard = ALONE.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
     #[cfg(feature = "rayon")]
     {
-        rayon::broadcast(|_| COUNTS.set(true));
+        rayon::broadcast(count_and_steal);
         work();
     }
     COUNTS.set(true);
     guard
 }
 
-/// Many small joins, in the pool that the caller is in. At its first steal, whenever that is, a thread registers with crossbeam's
-/// collector, which takes some kilobytes (2,304 bytes each, 2,712 once, and blocks of a queue): not to be taken for a call's.
+/// Runs `body` in a pool whose threads count and have worked before. They end at some time after it, and no longer count then.
+#[cfg(feature = "rayon")]
+fn in_pool(threads: usize, body: impl FnOnce() + Send) {
+    let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
+    pool.broadcast(count_and_steal);
+    (0..20).for_each(|_| pool.install(work));
+    pool.install(body);
+    pool.broadcast(|_| COUNTS.set(false));
+}
+
+/// A thread that looks for work of others the first time, whenever that is, registers with crossbeam's collector, which takes some
+/// kilobytes (2,304 bytes each, 2,712 once): not to be taken for a call's.
+#[cfg(feature = "rayon")]
+fn count_and_steal(_: rayon::BroadcastContext<'_>) {
+    COUNTS.set(true);
+    rayon::yield_now();
+}
+
+/// Many small joins, in the pool that the caller is in.
 #[cfg(feature = "rayon")]
 fn work() {
     fn halve(depth: usize) {
@@ -107,7 +124,7 @@ fn work() {
             std::hint::black_box((0..20_000).fold(0u64, |sum, x| sum ^ std::hint::black_box(x)));
         }
     }
-    (0..20).for_each(|_| halve(8));
+    halve(8);
 }
 
 /// Allocations while `body` runs, on any thread, and how far the bytes in use rose.
@@ -257,19 +274,10 @@ fn memory_is_bounded_a_plan_allocates_once() {
     let _alone = alone();
     #[cfg(feature = "rayon")]
     for threads in [1, 2, 3] {
-        let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads");
-        warm(&pool);
-        pool.install(|| assert_plans_are_free(if threads == 1 { 1 } else { 5 }, &format!("pool of {threads}")));
+        in_pool(threads, || assert_plans_are_free(if threads == 1 { 1 } else { 5 }, &format!("pool of {threads}")));
     }
     #[cfg(not(feature = "rayon"))]
     assert_plans_are_free(1, "serial");
-}
-
-/// Has every thread of a pool count and work.
-#[cfg(feature = "rayon")]
-fn warm(pool: &rayon::ThreadPool) {
-    pool.broadcast(|_| COUNTS.set(true));
-    pool.install(work);
 }
 
 /// A small call stays on its thread, where nothing of rayon is asked for: no allocation either. A large one from outside of a

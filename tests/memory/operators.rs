@@ -15,11 +15,7 @@ fn memory_is_bounded_a_layer_allocates_its_output() {
         // Small: on this thread. Large: on those of a pool.
         assert_layer_is_free(level, [2, 3, 16], 1);
         #[cfg(feature = "rayon")]
-        {
-            let pool = rayon::ThreadPoolBuilder::new().num_threads(2).build().expect("threads");
-            warm(&pool);
-            pool.install(|| assert_layer_is_free(level, [4, 90, 64], 5));
-        }
+        in_pool(2, || assert_layer_is_free(level, [4, 90, 64], 5));
     }
 }
 
