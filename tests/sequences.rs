@@ -7,8 +7,8 @@ mod support;
 use half::{bf16, f16};
 use oracle::{ALL_F32, Call, Opts, Wanted, shape};
 use polyhead::{
-    Diagonal, Element, Error, Heads, HeadsMut, Level, Mask, Options, Outputs, Paged, Ragged, Sequences, Window,
-    attention, multi_head, multi_head_with,
+    Diagonal, Element, Error, Heads, HeadsMut, Level, Mask, MultiHead, Options, Outputs, Paged, Ragged, Sequences,
+    Window, attention, multi_head, multi_head_with,
 };
 use support::{Bits, Edges, Memory, PoisonedList, Rng, assert_all_close, assert_same_bits, levels};
 
@@ -278,6 +278,41 @@ fn sequences_that_do_not_fit_are_errors() {
         Err(Error::Shape { operand: "out", .. })
     ));
     assert_eq!(out, [7.0; 60]);
+}
+
+/// Decoding by a window in a long cache: the bits of the window's keys alone, on any number of threads, as only keys in sight are cut
+/// into pieces. And with the first keys in sight, and what lies between hidden.
+#[test]
+fn a_window_in_a_long_cache_is_its_keys() {
+    let mut rng = Rng::new(251);
+    let ([heads, kv_heads, s, seen], [d, dv]) = ([16, 2, 6144, 2304], WIDTHS);
+    let window = Window { left: Some(seen - 1), right: Some(0), diagonal: Diagonal::BottomRight };
+    let long = Call::random(shape([1, heads, kv_heads, 1, s, d, dv]), ALL_F32, &mut rng);
+    let tail = |data: &[f32], width: usize| {
+        data.chunks_exact(s * width).flat_map(|head| &head[(s - seen) * width..]).copied().collect::<Vec<_>>()
+    };
+    let shape = shape([1, heads, kv_heads, 1, seen, d, dv]);
+    let short = Call { shape, k: tail(&long.k, d), v: tail(&long.v, dv), ..long.clone() };
+    let long = long.options(Opts { window: Some(window), ..Opts::default() });
+    let kept = Options::new().window(window).keep_first(5);
+    let (expected, expected_kept) = (short.expected(), long.reference_output(&kept));
+    for &level in levels() {
+        short.check(level, &expected, level.name());
+        let alone = short.run(level, Wanted::Lse);
+        let run = |threads: usize| {
+            let plan = MultiHead::new(long.shape, &kept.level(level)).unwrap().explain();
+            assert_eq!(plan.threads, threads, "large enough to be shared");
+            long.run(level, Wanted::Lse)
+                .assert_same_bits(&alone, format_args!("{threads} threads on {}", level.name()));
+            assert_all_close(&long.output(&kept.level(level)), &expected_kept, 1e-6, 1e-5, level.name());
+        };
+        #[cfg(feature = "rayon")]
+        for threads in [1, 2, 3] {
+            rayon::ThreadPoolBuilder::new().num_threads(threads).build().expect("threads").install(|| run(threads));
+        }
+        #[cfg(not(feature = "rayon"))]
+        run(1);
+    }
 }
 
 /// Every cut of the keys into pieces, empty ones among them, joins to the whole.

@@ -29,7 +29,7 @@ const TASK_WORK: usize = 1 << 17;
 /// Queries of a sequence up to which it counts as decoding: its keys are then taken in pieces.
 const DECODE_QUERIES: usize = 16;
 
-/// Keys of a piece at the least, and pieces of a sequence at the most. Every piece starts from nothing, and the pieces are merged
+/// Keys of a piece at the least, of those that the sequence sees, and pieces of a sequence at the most. Every piece starts from nothing, and the pieces are merged
 /// in order, whether one thread takes them all or several share them.
 const PIECE_KEYS: usize = 1024;
 pub(crate) const PIECES: usize = 16;
@@ -153,6 +153,20 @@ impl<'a> Blocking<'a> {
         self.grid.starts.is_some() || self.block_is_one_pass()
     }
 
+    /// How the blocks of keys that a sequence sees are cut: blocks of a piece, and how many pieces there are.
+    pub(crate) fn pieces(&self, problem: &Problem<'_>, batch: usize) -> (usize, usize) {
+        let queries = problem.query_length(batch);
+        if queries > DECODE_QUERIES || problem.key_length(batch) <= PIECE_KEYS {
+            return (usize::MAX, 1);
+        }
+        let (band, keep) = (problem.band(batch), problem.keep_first);
+        // Both ends of what a query sees rise from query to query.
+        let (lo, hi) = (band.range(0).0, band.range(queries.saturating_sub(1)).1);
+        let blocks = seen_blocks(self.block_k, keep, lo, hi).count();
+        let piece = blocks.div_ceil((blocks * self.block_k / PIECE_KEYS).clamp(1, PIECES)).max(1);
+        (piece, blocks.div_ceil(piece).max(1))
+    }
+
     /// Floats of the partial result of one pass: output, maximum and sum of every row.
     pub(crate) fn partial_len(&self) -> Option<usize> {
         (self.tiles() * self.tile()).checked_mul(self.head_dim_v_padded.checked_add(2)?)
@@ -224,12 +238,8 @@ pub(crate) fn is_few(problem: &Problem<'_>, batch: usize) -> bool {
     problem.query_length(batch) <= few::MAX_QUERIES
 }
 
-/// How the keys of a sequence are cut: keys of a piece, and how many pieces there are. A piece is a multiple of the block of keys.
-pub(crate) fn pieces(problem: &Problem<'_>, batch: usize) -> (usize, usize) {
-    let keys = problem.key_length(batch);
-    if problem.query_length(batch) > DECODE_QUERIES || keys <= PIECE_KEYS {
-        return (usize::MAX, 1);
-    }
-    let piece = keys.div_ceil(PIECES).next_multiple_of(BLOCK_K).max(PIECE_KEYS);
-    (piece, keys.div_ceil(piece))
+/// The blocks of `size` keys that have some of `lo..hi`, or of the first `keep`, which no window hides: their numbers.
+pub(crate) fn seen_blocks(size: usize, keep: usize, lo: usize, hi: usize) -> impl Iterator<Item = usize> {
+    let kept = keep.min(hi).div_ceil(size);
+    (0..kept).chain(kept.max(lo / size)..hi.div_ceil(size))
 }

@@ -16,7 +16,7 @@
 
 use core::ops::Range;
 
-use super::blocking::{Blocking, is_few, pieces};
+use super::blocking::{Blocking, is_few, seen_blocks};
 use super::lanes::{Lanes, MAX_LANES, Op};
 use super::mask_tile::{self, Place, Verdict};
 use super::matrix::{Matrix, OnMatrix, SIDE, STEP};
@@ -246,7 +246,7 @@ impl<L: Lanes> Pass<'_, L> {
 
     /// All pieces of the keys in order, merged.
     fn all_pieces(&self, tiles: &mut [Tile], areas: &mut Areas<'_>) {
-        let (_, count) = pieces(self.job.problem, self.batch);
+        let (_, count) = self.job.blocking.pieces(self.job.problem, self.batch);
         for piece in 0..count {
             self.piece(tiles, piece, areas);
             for tile in tiles.iter().take(if count > 1 { tiles.len() } else { 0 }) {
@@ -267,14 +267,11 @@ impl<L: Lanes> Pass<'_, L> {
             tile.started = false;
             self.state(tile, areas.work.states).reset();
         }
-        let (keys, _) = pieces(self.job.problem, self.batch);
-        let (first, end) = (piece.saturating_mul(keys), (piece + 1).saturating_mul(keys));
+        let (count, _) = self.job.blocking.pieces(self.job.problem, self.batch);
         let lo = tiles.iter().map(|tile| tile.any.0).min().unwrap_or(0);
         let hi = tiles.iter().map(|tile| tile.any.1).max().unwrap_or(0);
         let len = self.job.problem.key_length(self.batch);
-        for block in
-            self.blocks(lo, hi, len).skip_while(|block| block.first < first).take_while(|block| block.first < end)
-        {
+        for block in self.blocks(lo, hi, len).skip(piece * count).take(count) {
             self.block(tiles, block, areas);
         }
     }
@@ -301,9 +298,8 @@ impl<L: Lanes> Pass<'_, L> {
         hi: usize,
         len: usize,
     ) -> impl Iterator<Item = Keys> + use<L> {
-        let kept = self.job.problem.keep_first.min(hi).div_ceil(size);
-        let blocks = (0..kept).chain(kept.max(lo / size)..hi.div_ceil(size));
-        blocks.map(move |block| block * size).map(move |first| Keys { first, count: size.min(len - first) })
+        let firsts = seen_blocks(size, self.job.problem.keep_first, lo, hi).map(move |block| block * size);
+        firsts.map(move |first| Keys { first, count: size.min(len - first) })
     }
 
     /// One block of keys and values against all tiles.

@@ -90,7 +90,7 @@ impl Workspace {
         let mut prepared = Prepared { blocking: cut, level, threads: 1, pairs, pieces: 1 };
         let short_of_blocks = (1..BLOCKS_PER_THREAD * pool).contains(&self.tasks.len());
         if pool > 1 && short_of_blocks && weights.is_none() && cut.block_is_one_pass() {
-            prepared.pieces = (0..problem.batch).map(|batch| blocking::pieces(problem, batch).1).max().unwrap_or(1);
+            prepared.pieces = (0..problem.batch).map(|batch| cut.pieces(problem, batch).1).max().unwrap_or(1);
         }
         let tasks = self.tasks.len() * prepared.pieces;
         prepared.threads = pool.clamp(1, tasks.max(1));
@@ -192,7 +192,7 @@ impl Workspace {
         parallel::for_each_task(tasks.len() * pieces, &mut self.scratch[..threads], |task, scratch| {
             let (block, piece) = (tasks[task / pieces].block as usize, task % pieces);
             let Some((batch, heads, queries)) = cut.grid.block(block) else { return };
-            if piece >= blocking::pieces(problem, batch).1 {
+            if piece >= cut.pieces(problem, batch).1 {
                 return;
             }
             // Nobody waits for it: each task has its own.
@@ -203,7 +203,7 @@ impl Workspace {
         for (task, results) in tasks.iter().zip(partials.chunks_exact_mut(pieces)) {
             let Some(mut block) = blocks.take(task.block as usize) else { continue };
             let (batch, heads, queries) = (block.batch, block.heads.clone(), block.queries.clone());
-            let own = &mut results[..blocking::pieces(problem, batch).1];
+            let own = &mut results[..cut.pieces(problem, batch).1];
             let mut results = own.iter_mut().map(|result| exclusive(result).as_mut_slice());
             let step = Step::Join(&mut results, &mut block);
             attend(level, Attend { job: &job, batch, heads, queries, scratch: &mut self.scratch[0], step });
