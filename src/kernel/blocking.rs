@@ -29,8 +29,8 @@ const TASK_WORK: usize = 1 << 17;
 /// Queries of a sequence up to which it counts as decoding: its keys are then taken in pieces.
 const DECODE_QUERIES: usize = 16;
 
-/// Keys of a piece at the least, of those that the sequence sees, and pieces of a sequence at the most. Every piece starts from nothing, and the pieces are merged
-/// in order, whether one thread takes them all or several share them.
+/// Keys of a piece at the least, of those that the sequence sees, and pieces of a sequence at the most. Every piece starts from
+/// nothing, and the pieces are merged in order, whether one thread takes them all or several share them.
 const PIECE_KEYS: usize = 1024;
 pub(crate) const PIECES: usize = 16;
 
@@ -163,7 +163,7 @@ impl<'a> Blocking<'a> {
         // Both ends of what a query sees rise from query to query.
         let (lo, hi) = (band.range(0).0, band.range(queries.saturating_sub(1)).1);
         let blocks = seen_blocks(self.block_k, keep, lo, hi).count();
-        let piece = blocks.div_ceil((blocks * self.block_k / PIECE_KEYS).clamp(1, PIECES)).max(1);
+        let piece = blocks.div_ceil((blocks.saturating_mul(self.block_k) / PIECE_KEYS).clamp(1, PIECES)).max(1);
         (piece, blocks.div_ceil(piece).max(1))
     }
 

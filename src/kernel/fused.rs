@@ -267,11 +267,11 @@ impl<L: Lanes> Pass<'_, L> {
             tile.started = false;
             self.state(tile, areas.work.states).reset();
         }
-        let (count, _) = self.job.blocking.pieces(self.job.problem, self.batch);
+        let (blocks, _) = self.job.blocking.pieces(self.job.problem, self.batch);
         let lo = tiles.iter().map(|tile| tile.any.0).min().unwrap_or(0);
         let hi = tiles.iter().map(|tile| tile.any.1).max().unwrap_or(0);
         let len = self.job.problem.key_length(self.batch);
-        for block in self.blocks(lo, hi, len).skip(piece * count).take(count) {
+        for block in self.blocks(lo, hi, len).skip(piece * blocks).take(blocks) {
             self.block(tiles, block, areas);
         }
     }
