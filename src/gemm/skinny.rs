@@ -110,10 +110,8 @@ fn run_blocks<T: GemmElement, const FUSED: bool, const LANES: usize, const ROWS:
     for first in outputs.clone().step_by(block) {
         let rows = block.min(outputs.end - first);
         sums.fill(T::ZERO);
-        let mut sums: [&mut [T]; COUNT] = {
-            let mut each = sums.chunks_exact_mut(block);
-            core::array::from_fn(|_| &mut each.next().unwrap_or_default()[..rows])
-        };
+        let mut each = sums.chunks_exact_mut(block);
+        let mut sums: [&mut [T]; COUNT] = core::array::from_fn(|_| &mut each.next().unwrap_or_default()[..rows]);
         for p in (0..k).step_by(CHUNK) {
             let len = CHUNK.min(k - p);
             let xs = lines(vectors, [vector * next + p * along, next, along], len, &mut vector_copy);
