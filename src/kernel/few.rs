@@ -170,8 +170,8 @@ fn dot4<L: Lanes, T: Operand, const NR: usize, const REST: bool>(
     }
     if REST {
         let whole = keys[0].len() / L::LANES * L::LANES;
-        let rest = |k: usize| T::load_partial(l, &keys[k][whole..]);
-        let rest = [rest(0), rest(1), rest(2), rest(3)];
+        let [a, b, c, d] = keys.map(|key| &key[whole..]);
+        let rest = [T::load_partial(l, a), T::load_partial(l, b), T::load_partial(l, c), T::load_partial(l, d)];
         unroll!(R < NR => {
             let q = l.load(&queries[whole * NR + R * L::LANES..]);
             for k in 0..SUMS {

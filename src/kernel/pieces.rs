@@ -40,8 +40,8 @@ impl Op for Merge<'_> {
             let (a, b) = (l.load(&acc.max[first..]), l.load(&other.max[first..]));
             let max = l.max(a, b);
             let shift = finite_or_zero(l, max);
-            let factor = |x| exp2_nonpositive(l, l.mul(l.sub(x, shift), c));
-            let (alpha, beta) = (factor(a), factor(b));
+            let alpha = exp2_nonpositive(l, l.mul(l.sub(a, shift), c));
+            let beta = exp2_nonpositive(l, l.mul(l.sub(b, shift), c));
             let sum = l.fma(l.load(&other.sum[first..]), beta, l.mul(l.load(&acc.sum[first..]), alpha));
             l.store(max, &mut acc.max[first..]);
             l.store(sum, &mut acc.sum[first..]);
