@@ -5,7 +5,7 @@
 //! [`Level::Portable`].
 
 use crate::Level;
-use crate::kernel::matrix::{Matrix, MatrixOp, Multiply, Product, SIDE, STEP, TILE};
+use crate::kernel::matrix::{Matrix, MatrixOp, Multiply, Plan, Product, SIDE, STEP, TILE};
 use crate::kernel::{self, Lanes, Op, exp_nonpositive, exp2_nonpositive};
 use core::hint::black_box;
 
@@ -119,21 +119,10 @@ impl MatrixOp for Tiles {
         // Two ones.
         let ones = Aligned([f32::from_bits(0x3f80_3f80); DEPTH * 2 * TILE]);
         let (ones, mut c) = (&black_box(&ones).0, Aligned([0.0; SIDES * SIDES]));
-        let configured = matrix.configure();
+        let (plan, configured) = (Plan::new([1, 1], [0, 0]), matrix.configure());
         for _ in 0..self.rounds {
             let (a, b, c) = (&ones[..], &ones[..], &mut c.0[..]);
-            let op = Product {
-                terms: [1, 1],
-                depth: DEPTH,
-                columns: SIDES,
-                a,
-                a_block: 0,
-                a_term: 0,
-                b,
-                b_term: 0,
-                c,
-                more: false,
-            };
+            let op = Product { plan: &plan, depth: DEPTH, columns: SIDES, a, a_block: 0, b, c, more: false };
             op.run(matrix, &configured);
         }
         (self.rounds * (2 * SIDES * SIDES * DEPTH * STEP) as u64, c.0.iter().sum())

@@ -216,7 +216,7 @@ impl<L: Lanes> Pass<'_, L> {
                 }
             }
             let lanes = if few { rows.next_power_of_two() } else { vectors * L::LANES };
-            *tile = Tile { index, first, rows, vectors, lanes, started: false, few, align, any, all };
+            *tile = Tile { index, first, rows, vectors, lanes, started: false, few, bad: false, align, any, all };
         }
         &mut tiles[..count]
     }

@@ -48,6 +48,11 @@ pub(crate) trait Lanes: Copy + Send + Sync + 'static {
     fn not_lt(self, a: Self::V, b: Self::V) -> Self::M;
     /// `a` where the mask is set, else `b`.
     fn select(self, mask: Self::M, a: Self::V, b: Self::V) -> Self::V;
+    /// Whether the mask is set in all lanes.
+    #[inline(always)]
+    fn all(self, mask: Self::M) -> bool {
+        self.sum(self.select(mask, self.splat(0.0), self.splat(1.0))) == 0.0
+    }
     /// Nearest integer, ties to even, for |x| < 2^22; NaN stays NaN.
     fn round(self, x: Self::V) -> Self::V;
     /// `p * 2^n` for integral `n` in -126..=127 and `p` in 0.5..2.

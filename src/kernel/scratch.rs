@@ -34,6 +34,8 @@ pub(crate) struct Tile {
     pub(crate) started: bool,
     /// Whether it is computed as [`few`](super::few) does it.
     pub(crate) few: bool,
+    /// Whether a query is out of the range of matrix tiles.
+    pub(crate) bad: bool,
     /// Keys at whose multiples parts of blocks begin.
     pub(crate) align: usize,
     /// Keys that at least one row may see, and keys that all rows may see.

@@ -254,7 +254,7 @@ const SQUARE: usize = 4 * TILE;
 #[cfg(all(test, not(polyhead_emulated_matrix)))]
 mod tests {
     use super::*;
-    use crate::kernel::matrix::{Product, STEP};
+    use crate::kernel::matrix::{Plan, Product, STEP};
 
     /// The tiles of this machine; without them the tests here have nothing to look at, and say so.
     fn amx() -> Option<Amx> {
@@ -269,14 +269,12 @@ mod tests {
     fn check(amx: Amx, configured: &Configured) {
         let (ones, mut c) = ([f32::from_bits(0x3f80_3f80); WIDE], [f32::NAN; SQUARE]);
         let op = Product {
-            terms: [1, 1],
+            plan: &Plan::new([1, 1], [0, 0]),
             depth: 1,
             columns: 2 * SIDE,
             a: &ones,
             a_block: 0,
-            a_term: 0,
             b: &ones,
-            b_term: 0,
             c: &mut c,
             more: false,
         };

@@ -148,6 +148,11 @@ impl Lanes for Avx512 {
     }
 
     #[inline(always)]
+    fn all(self, mask: __mmask16) -> bool {
+        mask == __mmask16::MAX
+    }
+
+    #[inline(always)]
     fn round(self, x: __m512) -> __m512 {
         avx512!(_mm512_roundscale_ps::<{ _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC }>(x))
     }

@@ -7,7 +7,7 @@ use super::super::packed::{BLOCK_COLUMNS, BLOCK_ROWS, Block, Finish};
 use super::super::tile::Rows;
 use super::output::Add;
 use super::pack::{PackLanes, PackRows};
-use super::product::steps_at_once;
+use super::product::{Plan, steps_at_once};
 use super::{Matrix, MatrixOp, Multiply, Product, SIDE, STEP, TILE};
 
 /// Steps of k that one product sums. Products of more are added, so that rounding errors of long sums stay small: rms of `f32` at k 4096,
@@ -121,20 +121,19 @@ impl<L: Lanes> MatrixOp for OnMatrix<'_, '_, '_, L> {
         for panel in panels.clone().filter(|&panel| !b.flagged[panel]) {
             let right = &b.data[panel * len..][..len];
             let factors = [terms, b.terms];
+            let plan = &Plan::new(factors, [term, len / b.terms]);
             for part in (0..steps(k)).step_by(MOST_STEPS) {
                 let (end, c) = (steps(k).min(part + MOST_STEPS), if part == 0 { &mut *sums } else { &mut *more });
                 // Of B so much that it stays in L1 while all tiles of rows meet it.
                 let size = steps_at_once(factors);
                 for first in (part..end).step_by(size) {
                     let op = Product {
-                        terms: factors,
+                        plan,
                         depth: size.min(end - first),
                         columns: nr,
                         a: &a[first * 2 * TILE..],
                         a_block: steps(k) * 2 * TILE,
-                        a_term: term,
                         b: &right[first * nr * SIDE..],
-                        b_term: len / b.terms,
                         c,
                         more: first > part,
                     };

@@ -26,7 +26,7 @@ use crate::Precision;
 use crate::element::AnySlice;
 
 pub(super) use pass::{OnMatrix, ScoresOnMatrix};
-pub(crate) use product::Product;
+pub(crate) use product::{Plan, Product};
 
 /// Rows of a tile, and `f32`, or pairs of bf16, in a row of it.
 pub(crate) const SIDE: usize = 16;

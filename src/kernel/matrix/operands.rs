@@ -11,6 +11,7 @@ use super::super::pack::{load_rows, rows_in_place};
 use super::super::scratch::{Areas, MatrixAreas, Tile};
 use super::super::tile::Rows;
 use super::pack::{PackColumns, PackLanes, PackRows};
+use super::product::Plan;
 use super::{MAX_TERMS, Multiply, SIDE, STEP, TILE, terms};
 use crate::Precision;
 use crate::element::AnySlice;
@@ -23,6 +24,8 @@ pub(super) struct Run<'p, 'a, L, M: Multiply> {
     pub(super) configured: M::Configured,
     /// Of queries, keys, values and probabilities.
     pub(super) terms: [usize; 4],
+    /// Products of keys and queries, and of values and probabilities.
+    pub(super) plans: [Plan; 2],
     /// Whether outputs are summed in tiles. Sums of rounded probabilities lose nothing by it; for others each block of keys is summed
     /// by itself, and added.
     pub(super) accumulates: bool,
@@ -49,16 +52,22 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
         let (problem, blocking) = (pass.job.problem, &pass.job.blocking);
         let terms = [own_terms(&pass.job.q), own_terms(&pass.job.k), own_terms(&pass.job.v), MAX_TERMS]
             .map(|terms| terms.min(blocking.terms));
-        Self {
+        let mut run = Self {
             pass,
             matrix,
             configured: matrix.configure(),
             terms,
+            plans: [Plan::new([1; 2], [0; 2]); 2],
             has_tiny: Cell::new(false),
             accumulates: terms[3] == 1 && blocking.head_dim_v_padded.is_multiple_of(STEP),
             head_steps: problem.head_dim.div_ceil(STEP),
             key_steps: blocking.packed_k / STEP,
-        }
+        };
+        run.plans = [
+            Plan::new([terms[1], terms[0]], [run.key_term(), run.query_term()]),
+            Plan::new([terms[2], terms[3]], [run.value_term(), run.probability_term()]),
+        ];
+        run
     }
 
     /// Floats of one term of keys, of values, of a tile's queries and of its probabilities.
@@ -84,7 +93,7 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
         tile.index * len..(tile.index + 1) * len
     }
 
-    pub(super) fn pack_queries(&self, tile: &Tile, areas: &mut Areas<'_>) {
+    pub(super) fn pack_queries(&self, tile: &mut Tile, areas: &mut Areas<'_>) {
         let Areas { work, matrix, .. } = areas;
         let src = self.pass.area_of(tile, work.queries, self.pass.job.problem.head_dim);
         let flags = &mut matrix.query_flags[tile.first..];
@@ -93,6 +102,7 @@ impl<'p, 'a, L: Lanes, M: Multiply> Run<'p, 'a, L, M> {
         self.pass.l.vectorize(PackLanes { src, lanes: tile.lanes, terms, dst, term, flags });
         // Lanes without a row hold anything.
         flags[tile.rows..tile.lanes].fill(0.0);
+        tile.bad = flags[..tile.rows].iter().any(|&flag| flag != 0.0);
     }
 
     /// Brings keys into tiles, and says whether some are out of range. `k` is room for them as `f32`.

@@ -1,27 +1,44 @@
 //! Transposed outputs, `[width][lanes]`.
 
 use super::super::lanes::{Lanes, Op};
+use super::super::online::finite_or_zero;
+use super::pack::with_terms;
+use super::product::Beside;
+use super::softmax::probability;
+use super::{Multiply, STEP};
 
 /// `o = alpha * o + product`, rows of `lanes`, or `o = product`.
-pub(super) struct AddProduct<'a> {
+pub(super) struct AddProduct<'a, 'b, M: Multiply> {
     pub(super) o: &'a mut [f32],
     pub(super) product: &'a [f32],
     pub(super) lanes: usize,
     pub(super) alpha: Option<&'a [f32]>,
+    /// What goes on at the same time.
+    pub(super) beside: &'a mut Beside<'b, M>,
 }
 
-impl Op for AddProduct<'_> {
+impl<M: Multiply> AddProduct<'_, '_, M> {
+    /// Ticks that it has, each about as much work as one of softmax.
+    pub(super) fn ticks(len: usize, lanes: usize) -> usize {
+        len.div_ceil(STEP * lanes)
+    }
+}
+
+impl<M: Multiply> Op for AddProduct<'_, '_, M> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let Self { o, product, lanes, alpha } = self;
+        let Self { o, product, lanes, alpha, beside } = self;
         let Some(alpha) = alpha else { return o.copy_from_slice(&product[..o.len()]) };
-        for lane in (0..lanes).step_by(L::LANES) {
-            let alpha = l.load(&alpha[lane..]);
-            for (o, product) in o.chunks_exact_mut(lanes).zip(product.chunks_exact(lanes)) {
-                let o = &mut o[lane..];
-                l.store(l.fma(l.load(o), alpha, l.load(&product[lane..])), o);
+        for (o, product) in o.chunks_mut(STEP * lanes).zip(product.chunks(STEP * lanes)) {
+            for lane in (0..lanes).step_by(L::LANES) {
+                let alpha = l.load(&alpha[lane..]);
+                for (o, product) in o.chunks_exact_mut(lanes).zip(product.chunks_exact(lanes)) {
+                    let o = &mut o[lane..];
+                    l.store(l.fma(l.load(o), alpha, l.load(&product[lane..])), o);
+                }
             }
+            beside.tick();
         }
     }
 }
@@ -47,11 +64,15 @@ impl Op for Rescale<'_> {
     }
 }
 
-/// `o[d][row] += p[row] * value[d]` where the row sees the key.
+/// `o[d][row] += p[row] * value[d]` where the row sees the key, of which there are the scores.
 pub(super) struct AddValue<'a> {
     pub(super) o: &'a mut [f32],
     pub(super) value: &'a [f32],
-    pub(super) p: &'a [f32],
+    pub(super) s: &'a [f32],
+    pub(super) max: &'a [f32],
+    pub(super) c: f32,
+    /// That softmax makes of a probability.
+    pub(super) terms: usize,
     pub(super) seen: &'a [f32],
 }
 
@@ -59,9 +80,12 @@ impl Op for AddValue<'_> {
     type Output = ();
     #[inline(always)]
     fn run<L: Lanes>(self, l: L) {
-        let lanes = self.p.len();
+        let lanes = self.s.len();
         for lane in (0..lanes).step_by(L::LANES) {
-            let (p, seen) = (l.load(&self.p[lane..]), l.lt(l.splat(0.0), l.load(&self.seen[lane..])));
+            let (s, max) = (l.load(&self.s[lane..]), l.load(&self.max[lane..]));
+            let (shift, c) = (finite_or_zero(l, max), l.splat(self.c));
+            let p = with_terms!(self.terms, TERMS => probability::<L, TERMS>(l, s, shift, c));
+            let seen = l.lt(l.splat(0.0), l.load(&self.seen[lane..]));
             for (o, &value) in self.o.chunks_exact_mut(lanes).zip(self.value) {
                 let o = &mut o[lane..];
                 let old = l.load(o);

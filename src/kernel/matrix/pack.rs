@@ -27,25 +27,33 @@ impl<L: Lanes> OutOfRange<L> {
     }
 }
 
-/// Writes the terms of two vectors as rows of pairs, from term to term `term` floats.
+/// The terms of two vectors, as rows of pairs.
 ///
 /// Three terms, or one of a bf16, are exact however they are cut, and truncation takes least. Of two, what is left out (the product of
 /// the second ones, too) is smallest, and as often negative as positive, if they are rounded: rms error of `High` 39 times that of
 /// `f32` with truncation.
 #[inline(always)]
-pub(super) fn store_terms<L: Lanes, const TERMS: usize>(
+pub(super) fn terms_of<L: Lanes, const TERMS: usize>(
     l: L,
     is_bf16: bool,
     [mut low, mut high]: [L::V; 2],
-    dst: &mut [f32],
-    term: usize,
-) {
+) -> [L::V; TERMS] {
     let exact = is_bf16 || TERMS == MAX_TERMS;
-    for i in 0..TERMS {
+    let mut terms = [low; TERMS];
+    for term in &mut terms {
         let first =
             if exact { [l.truncate_bf16(low), l.truncate_bf16(high)] } else { [l.round_bf16(low), l.round_bf16(high)] };
-        l.store(l.pair_bf16(first[0], first[1]), &mut dst[i * term..]);
+        *term = l.pair_bf16(first[0], first[1]);
         (low, high) = (l.sub(low, first[0]), l.sub(high, first[1]));
+    }
+    terms
+}
+
+/// Writes them, from term to term `term` floats.
+#[inline(always)]
+fn store_terms<L: Lanes, const TERMS: usize>(l: L, terms: [L::V; TERMS], dst: &mut [f32], term: usize) {
+    for (i, x) in terms.into_iter().enumerate() {
+        l.store(x, &mut dst[i * term..]);
     }
 }
 
@@ -70,6 +78,15 @@ macro_rules! with_terms {
 }
 
 pub(super) use with_terms;
+
+/// Elements `from..` of a row, as many as a vector has and there are, zeros behind them.
+#[inline(always)]
+fn load_from<L: Lanes, T: Operand>(l: L, row: &[T], from: usize) -> L::V {
+    match row.get(from..).unwrap_or_default() {
+        [] => l.splat(0.0),
+        row => T::load_partial(l, row),
+    }
+}
 
 /// Rows into tiles of rows: `[terms][pairs of tiles][steps of columns][2]` tiles, whose pairs are columns `i` and `i + 16` of a step,
 /// zeros behind the last column. Tiles behind the last row keep what they held. Says whether a row is out of range.
@@ -103,14 +120,10 @@ impl<T: Operand> PackRows<'_, T> {
             for (step, columns) in row.chunks(STEP).enumerate() {
                 let dst = &mut dst[first + step * 2 * TILE..];
                 for j in (0..SIDE).step_by(L::LANES) {
-                    let at = |from: usize| match columns.get(from..).unwrap_or_default() {
-                        [] => l.splat(0.0),
-                        columns => T::load_partial(l, columns),
-                    };
-                    let pair = [at(j), at(SIDE + j)];
+                    let pair = [load_from(l, columns, j), load_from(l, columns, SIDE + j)];
                     check.see(l, pair[0]);
                     check.see(l, pair[1]);
-                    store_terms::<L, TERMS>(l, T::IS_BF16, pair, &mut dst[j..], term);
+                    store_terms(l, terms_of::<L, TERMS>(l, T::IS_BF16, pair), &mut dst[j..], term);
                 }
             }
             *flag = l.sum(check.0);
@@ -149,14 +162,11 @@ impl PackLanes<'_> {
             for (step, src) in src.chunks(STEP * lanes).enumerate() {
                 let tile = (step * lanes / SIDE + lane / SIDE) * TILE;
                 for i in 0..SIDE {
-                    let at = |row: usize| match src.get(row * lanes + lane..) {
-                        Some(row) if !row.is_empty() => l.load(row),
-                        _ => l.splat(0.0),
-                    };
-                    let pair = [at(i), at(SIDE + i)];
+                    let pair = [load_from(l, src, i * lanes + lane), load_from(l, src, (SIDE + i) * lanes + lane)];
                     check.see(l, pair[0]);
                     check.see(l, pair[1]);
-                    store_terms::<L, TERMS>(l, false, pair, &mut dst[tile + i * SIDE + lane % SIDE..], term);
+                    let dst = &mut dst[tile + i * SIDE + lane % SIDE..];
+                    store_terms(l, terms_of::<L, TERMS>(l, false, pair), dst, term);
                 }
             }
             l.store(check.0, &mut flags[lane..]);
@@ -198,20 +208,19 @@ impl<T: Operand> PackColumns<'_, T> {
             *flag = l.sum(check.0);
             any |= *flag != 0.0;
         }
-        let part = |row: usize, column: usize| {
-            let skip = row >= rows.count || any && flags[row] != 0.0;
-            match if skip { &[] } else { rows.row(row).get(column..).unwrap_or_default() } {
-                [] => l.splat(0.0),
-                columns => T::load_partial(l, columns),
-            }
-        };
+        let row = |row: usize| if row >= rows.count || any && flags[row] != 0.0 { &[] } else { rows.row(row) };
         let mut pairs = [[0.0; TILE]; TERMS];
         for first in (0..rows.count).step_by(STEP) {
             for column in (0..rows.width.next_multiple_of(2 * SIDE)).step_by(SIDE) {
                 for at in (0..TILE).step_by(L::LANES) {
-                    let (row, column) = (first + at / SIDE, column + at % SIDE);
-                    let pair = [part(row, column), part(row + SIDE, column)];
-                    store_terms::<L, TERMS>(l, T::IS_BF16, pair, &mut pairs.as_flattened_mut()[at..], TILE);
+                    let (low, column) = (first + at / SIDE, column + at % SIDE);
+                    let pair = [load_from(l, row(low), column), load_from(l, row(low + SIDE), column)];
+                    store_terms(
+                        l,
+                        terms_of::<L, TERMS>(l, T::IS_BF16, pair),
+                        &mut pairs.as_flattened_mut()[at..],
+                        TILE,
+                    );
                 }
                 let tile = ((column / STEP * depth + first / STEP) * 2 + column / SIDE % 2) * TILE;
                 for (i, pairs) in pairs.iter().enumerate() {

@@ -64,10 +64,9 @@ impl<L: Lanes> MatrixOp for ScoresOnMatrix<'_, '_, '_, '_, L> {
             return None;
         }
         let block = Packed { keys: part, bad_keys: run.pack_keys(part, k, matrix), bad_values: false };
-        let turn = Turn { index: 0, tile: *tile, part, verdict };
-        run.score_products(&turn, &block, (matrix.keys, matrix.queries), &mut work.s[at..])
-            .run(run.matrix, &run.configured);
-        run.correct(&turn, &block, at, k, work, matrix);
+        let op = run.score_products(tile, part, &block, (matrix.keys, matrix.queries), &mut work.s[at..]);
+        op.run(run.matrix, &run.configured);
+        run.correct(tile, part, &block, at, k, work, matrix);
         // Products fill whole tiles.
         work.s[at..][part.count * tile.lanes..part.count.next_multiple_of(STEP) * tile.lanes].fill(0.0);
         Some(pass.rules(tile, part, at, verdict, work))
@@ -79,7 +78,7 @@ impl<L: Lanes> MatrixOp for ScoresOnMatrix<'_, '_, '_, '_, L> {
 struct Turn {
     /// Among those of all tiles and blocks.
     index: usize,
-    tile: Tile,
+    tile: usize,
     part: Keys,
     verdict: Verdict,
 }
@@ -101,26 +100,25 @@ impl<L: Lanes, M: Multiply> Run<'_, '_, L, M> {
         self.has_tiny.set(self.has_tiny.get() || self.accumulates && bad_values);
         let mut ahead = self.turn(tiles, 0, keys, work);
         if let Some(turn) = &ahead {
-            let op = self.score_products(turn, &block, (matrix.keys, matrix.queries), work.s);
+            let op = self.score_products(&tiles[turn.tile], turn.part, &block, (matrix.keys, matrix.queries), work.s);
             op.run(self.matrix, &self.configured);
         }
         let (mut behind, mut half) = (None, 0);
         while let Some(now) = ahead {
-            let at = half * (work.s.len() / 2);
-            self.correct(&now, &block, at, k, work, matrix);
-            let partial = self.pass.rules(&now.tile, now.part, at, now.verdict, work);
+            let (tile, at) = (&tiles[now.tile], half * (work.s.len() / 2));
+            self.correct(tile, now.part, &block, at, k, work, matrix);
+            let partial = self.pass.rules(tile, now.part, at, now.verdict, work);
             ahead = self.turn(tiles, now.index + 1, keys, work);
-            let started = |turn: &Turn| (*turn, tiles[turn.tile.index].started);
-            let moved = self.softmax(&now, behind.as_ref().map(started), ahead.as_ref(), &block, half, work, matrix);
-            if let Some(turn) = behind.replace(now) {
-                self.add_values(&turn, tiles, half ^ 1, work, matrix);
+            let moved = self.softmax(tiles, [behind.as_ref(), Some(&now), ahead.as_ref()], &block, half, work, matrix);
+            if let Some(Turn { tile, .. }) = behind.replace(now) {
+                tiles[tile].started = true;
             }
-            if self.accumulates && moved && tiles[now.tile.index].started {
-                self.rescale(&now, half, work, matrix);
+            if self.accumulates && moved && tiles[now.tile].started {
+                self.rescale(&tiles[now.tile], half, work, matrix);
             }
             if block.bad_values || self.has_tiny.get() {
                 self.finish_values(&now, tiles, &block, half, work, matrix);
-                self.add_bad_values(&now, (&block, partial), at, v, work, matrix);
+                self.add_bad_values(&tiles[now.tile], now.part, (&block, partial), at, v, work, matrix);
                 behind = None;
             }
             half ^= 1;
@@ -134,106 +132,127 @@ impl<L: Lanes, M: Multiply> Run<'_, '_, L, M> {
     fn turn(&self, tiles: &[Tile], from: usize, keys: Keys, work: &mut Work<'_>) -> Option<Turn> {
         let blocks = keys.count.div_ceil(MATRIX_K);
         (from..tiles.len() * blocks).find_map(|index| {
-            let (tile, first) = (tiles[index / blocks], index % blocks * MATRIX_K);
+            let (tile, first) = (index / blocks, index % blocks * MATRIX_K);
             let block = Keys { first: keys.first + first, count: MATRIX_K.min(keys.count - first) };
-            let part = tile.part(block, self.pass.job.problem.keep_first)?;
-            let verdict = self.pass.mask(&tile, part, work);
+            let part = tiles[tile].part(block, self.pass.job.problem.keep_first)?;
+            let verdict = self.pass.mask(&tiles[tile], part, work);
             (verdict != Verdict::Hidden).then_some(Turn { index, tile, part, verdict })
         })
     }
 
-    /// Softmax of a turn, and beside it the products of the one before it (and whether its tile has begun) and of the one behind it.
+    /// Softmax of a turn, and beside it the products of the one before it, which are added to its output, and of the one behind it.
     /// Says whether a maximum has changed.
-    #[allow(clippy::too_many_arguments, reason = "areas of the scratch, borrowed one by one")]
     fn softmax(
         &self,
-        now: &Turn,
-        behind: Option<(Turn, bool)>,
-        ahead: Option<&Turn>,
+        tiles: &[Tile],
+        [behind, now, ahead]: [Option<&Turn>; 3],
         block: &Packed,
         half: usize,
         work: &mut Work<'_>,
         areas: &mut MatrixAreas<'_>,
     ) -> bool {
-        let (pass, lanes) = (self.pass, now.tile.lanes);
         let ([s, s_ahead], [p, p_behind]) = (halves(work.s, half), halves(areas.probabilities, half));
-        let [alpha, _] = halves(areas.alphas, half);
-        let values = behind.map(|turn| {
-            self.value_products(turn, block, (areas.values, p_behind), [&mut *work.o, &mut *areas.product])
+        let [alpha, alpha_behind] = halves(areas.alphas, half);
+        let (mut scores, mut values, mut sums) = (self.nothing(), self.nothing(), None);
+        if let Some(turn) = ahead {
+            let operands = (&*areas.keys, &*areas.queries);
+            scores = self.score_products(&tiles[turn.tile], turn.part, block, operands, s_ahead);
+        }
+        if let Some(turn) = behind {
+            let (tile, o) = (&tiles[turn.tile], [&mut *work.o, &mut *areas.product]);
+            let (op, o) = self.value_products(tile, turn.part, block, (areas.values, p_behind), o);
+            (values, sums) = (op, o.map(|o| (tile, o)));
+        }
+        let more = sums.as_ref().map_or(0, |(tile, o)| AddProduct::<M>::ticks(o.len(), tile.lanes));
+        let mut beside = Beside::new(self.matrix, &self.configured, [values, scores], more);
+        let moved = now.is_some_and(|turn| {
+            let (pass, tile) = (self.pass, &tiles[turn.tile]);
+            pass.l.vectorize(SoftmaxTerms {
+                s: &s[..turn.part.count * tile.lanes],
+                lanes: tile.lanes,
+                c: pass.scale.c,
+                state: pass.state(tile, work.states),
+                alpha: &mut alpha[..tile.lanes],
+                terms: self.terms[3],
+                p,
+                term: self.probability_term(),
+                beside: &mut beside,
+            })
         });
-        let scores = ahead.map(|turn| self.score_products(turn, block, (areas.keys, areas.queries), s_ahead));
-        let mut beside = Beside::new(self.matrix, &self.configured, [values, scores]);
-        let moved = pass.l.vectorize(SoftmaxTerms {
-            s: &mut s[..now.part.count * lanes],
-            lanes,
-            c: pass.scale.c,
-            state: pass.state(&now.tile, work.states),
-            alpha: &mut alpha[..lanes],
-            terms: self.terms[3],
-            p,
-            term: self.probability_term(),
-            keep: block.bad_values,
-            beside: &mut beside,
-        });
+        if let Some((tile, o)) = sums {
+            let product = beside.first();
+            // The first values have nothing to be added to.
+            let alpha = tile.started.then_some(&alpha_behind[..tile.lanes]);
+            self.pass.l.vectorize(AddProduct { o, product, lanes: tile.lanes, alpha, beside: &mut beside });
+        }
         beside.finish();
         moved
     }
 
-    /// Products of the keys of a part, in tiles, and the queries of all tiles of rows: `s[key][lane]`, in whole tiles of keys.
+    #[inline(always)]
+    fn nothing(&self) -> Product<'_> {
+        Product::nothing(&self.plans[0])
+    }
+
+    /// Products of the keys of a part, in tiles, and the queries of a tile of rows: `s[key][lane]`, in whole tiles of keys.
+    #[inline(always)]
     fn score_products<'x>(
-        &self,
-        Turn { tile, part, .. }: &Turn,
+        &'x self,
+        tile: &Tile,
+        part: Keys,
         block: &Packed,
         (keys, queries): (&'x [f32], &'x [f32]),
         s: &'x mut [f32],
     ) -> Product<'x> {
         let a_block = self.head_steps * 2 * TILE;
         Product {
-            terms: [self.terms[1], self.terms[0]],
+            plan: &self.plans[0],
             depth: self.head_steps,
             columns: tile.lanes,
             a: &keys[(part.first - block.keys.first) / STEP * a_block..],
             a_block,
-            a_term: self.key_term(),
             b: &queries[self.queries_of(tile)],
-            b_term: self.query_term(),
             c: &mut s[..part.count.next_multiple_of(STEP) * tile.lanes],
             more: false,
         }
     }
 
-    /// Products of the values of a part and the probabilities of a tile of rows, in tiles: `product[d][lane]`, or added to those of
-    /// the tile in `o`, if it has begun.
+    /// Products of the values of a part and the probabilities of a tile of rows, in tiles: `product[d][lane]`, and the output that they
+    /// are to be added to; or sums with that output.
+    #[inline(always)]
     fn value_products<'x>(
-        &self,
-        (Turn { tile, part, .. }, started): (Turn, bool),
+        &'x self,
+        tile: &Tile,
+        part: Keys,
         block: &Packed,
         (values, probabilities): (&'x [f32], &'x [f32]),
         [o, product]: [&'x mut [f32]; 2],
-    ) -> Product<'x> {
+    ) -> (Product<'x>, Option<&'x mut [f32]>) {
         let width = self.pass.job.blocking.head_dim_v_padded;
-        Product {
-            terms: [self.terms[2], self.terms[3]],
+        let o = self.pass.area_of(tile, o, width);
+        let (c, o) = match self.accumulates {
+            true => (o, None),
+            false => (&mut product[..width.next_multiple_of(STEP) * tile.lanes], Some(o)),
+        };
+        let op = Product {
+            plan: &self.plans[1],
             depth: part.count.div_ceil(STEP),
             columns: tile.lanes,
             a: &values[(part.first - block.keys.first) / STEP * 2 * TILE..],
             a_block: self.key_steps * 2 * TILE,
-            a_term: self.value_term(),
             b: probabilities,
-            b_term: self.probability_term(),
-            c: if self.accumulates {
-                self.pass.area_of(&tile, o, width)
-            } else {
-                &mut product[..width.next_multiple_of(STEP) * tile.lanes]
-            },
-            more: self.accumulates && started,
-        }
+            c,
+            more: self.accumulates && tile.started,
+        };
+        (op, o)
     }
 
     /// Scores at `work.s[at..]` of keys and queries that are out of range, in place of their products on tiles.
+    #[allow(clippy::too_many_arguments, reason = "areas of the scratch, borrowed one by one")]
     fn correct(
         &self,
-        Turn { tile, part, .. }: &Turn,
+        tile: &Tile,
+        part: Keys,
         block: &Packed,
         at: usize,
         k: &mut [f32],
@@ -242,6 +261,9 @@ impl<L: Lanes, M: Multiply> Run<'_, '_, L, M> {
     ) {
         let (lanes, first) = (tile.lanes, part.first - block.keys.first);
         let (s, queries) = (&mut work.s[at..], &*work.queries);
+        if !block.bad_keys && !tile.bad {
+            return;
+        }
         let mut plainly = |key: usize, count: usize, s: &mut [f32]| {
             let at = [self.pass.batch, self.pass.kv_head, part.first + key];
             self.pass.products(tile, load_rows(&self.pass.job.k, at, count, 1, k), queries, s);
@@ -252,7 +274,7 @@ impl<L: Lanes, M: Multiply> Run<'_, '_, L, M> {
             }
         }
         let flags = &areas.query_flags[tile.first..][..tile.rows];
-        if flags.iter().any(|&flag| flag != 0.0) {
+        if tile.bad {
             for (i, s) in s[..part.count * lanes].chunks_mut(STEP * lanes).enumerate() {
                 let again = &mut areas.product[..s.len()];
                 plainly(i * STEP, s.len() / lanes, again);
@@ -265,28 +287,7 @@ impl<L: Lanes, M: Multiply> Run<'_, '_, L, M> {
         }
     }
 
-    /// Adds the products of the values and a tile to its transposed output, if they are not there yet.
-    fn add_values(
-        &self,
-        turn: &Turn,
-        tiles: &mut [Tile],
-        half: usize,
-        work: &mut Work<'_>,
-        areas: &mut MatrixAreas<'_>,
-    ) {
-        let (tile, width) = (&mut tiles[turn.tile.index], self.pass.job.blocking.head_dim_v_padded);
-        let started = core::mem::replace(&mut tile.started, true);
-        if self.accumulates {
-            return;
-        }
-        let [alpha, _] = halves(areas.alphas, half);
-        // The first values have nothing to be added to.
-        let alpha = started.then_some(&alpha[..tile.lanes]);
-        let o = self.pass.area_of(tile, work.o, width);
-        self.pass.l.vectorize(AddProduct { o, product: areas.product, lanes: tile.lanes, alpha });
-    }
-
-    /// The same, after the products themselves.
+    /// Values of the last turn, whose probabilities are in a half, without softmax of another.
     fn finish_values(
         &self,
         turn: &Turn,
@@ -296,33 +297,33 @@ impl<L: Lanes, M: Multiply> Run<'_, '_, L, M> {
         work: &mut Work<'_>,
         areas: &mut MatrixAreas<'_>,
     ) {
-        let [p, _] = halves(areas.probabilities, half);
         let (pass, width) = (self.pass, self.pass.job.blocking.head_dim_v_padded);
-        let turn_started = (*turn, tiles[turn.tile.index].started);
-        let tiny = turn_started.1 && self.has_tiny.get();
+        let tile = &tiles[turn.tile];
+        let tiny = tile.started && self.has_tiny.get();
         if tiny {
-            pass.l.vectorize(Subnormals { o: pass.area_of(&turn.tile, work.o, width), dst: areas.product });
+            pass.l.vectorize(Subnormals { o: pass.area_of(tile, work.o, width), dst: areas.product });
         }
-        let op = self.value_products(turn_started, block, (areas.values, p), [&mut *work.o, &mut *areas.product]);
-        op.run(self.matrix, &self.configured);
+        self.softmax(tiles, [Some(turn), None, None], block, half ^ 1, work, areas);
         if tiny {
-            pass.l.vectorize(Add { sums: pass.area_of(&turn.tile, work.o, width), more: areas.product });
+            pass.l.vectorize(Add { sums: pass.area_of(tile, work.o, width), more: areas.product });
         }
-        self.add_values(turn, tiles, half, work, areas);
+        tiles[turn.tile].started = true;
     }
 
     /// Brings the output of a tile to its new maxima.
-    fn rescale(&self, Turn { tile, .. }: &Turn, half: usize, work: &mut Work<'_>, areas: &mut MatrixAreas<'_>) {
+    fn rescale(&self, tile: &Tile, half: usize, work: &mut Work<'_>, areas: &mut MatrixAreas<'_>) {
         let [alpha, _] = halves(areas.alphas, half);
         let o = self.pass.area_of(tile, work.o, self.pass.job.blocking.head_dim_v_padded);
         self.pass.l.vectorize(Rescale { o, alpha: &alpha[..tile.lanes] });
     }
 
-    /// Adds the values that are out of range, one key after the other, weighed by the probabilities at `work.s[at..]`: a row meets
-    /// only those that it sees.
+    /// Adds the values that are out of range, one key after the other, weighed by the probabilities of the scores at `work.s[at..]`: a
+    /// row meets only those that it sees.
+    #[allow(clippy::too_many_arguments, reason = "areas of the scratch, borrowed one by one")]
     fn add_bad_values(
         &self,
-        Turn { tile, part, .. }: &Turn,
+        tile: &Tile,
+        part: Keys,
         (block, partial): (&Packed, bool),
         at: usize,
         v: &mut [f32],
@@ -338,9 +339,10 @@ impl<L: Lanes, M: Multiply> Run<'_, '_, L, M> {
                 *seen = f32::from(u8::from(i < tile.rows && (!partial || sees(pass.row(tile.first + i)))));
             }
             let value = load_rows(&pass.job.v, [pass.batch, pass.kv_head, part.first + key], 1, L::LANES, v).row(0);
-            let p = &work.s[at + key * tile.lanes..][..tile.lanes];
+            let s = &work.s[at + key * tile.lanes..][..tile.lanes];
+            let (max, c, terms) = (&*pass.state(tile, work.states).max, pass.scale.c, self.terms[3]);
             let o = pass.area_of(tile, work.o, pass.job.blocking.head_dim_v_padded);
-            pass.l.vectorize(AddValue { o, value, p, seen });
+            pass.l.vectorize(AddValue { o, value, s, max, c, terms, seen });
         }
     }
 

@@ -4,22 +4,56 @@ use core::ops::Range;
 
 use super::{MAX_TERMS, Multiply, SIDE, STEP, TILE};
 
+/// Which terms of `a` and `b` are multiplied with each other.
+#[derive(Clone, Copy)]
+pub(crate) struct Plan {
+    /// Where the terms of `a` and `b` begin, product by product, smallest first, so that few bits are lost; and how many there are.
+    offsets: [[usize; 2]; MAX_PRODUCTS],
+    products: usize,
+    /// Steps that are multiplied in all products before the next ones.
+    at_once: usize,
+}
+
+const MAX_PRODUCTS: usize = 6;
+
+impl Plan {
+    /// For so many terms of `a` and `b`, from term to term so many floats.
+    pub(crate) fn new(terms: [usize; 2], strides: [usize; 2]) -> Self {
+        assert!(terms.iter().all(|terms| (1..=MAX_TERMS).contains(terms)));
+        let (mut offsets, mut products) = ([[0; 2]; MAX_PRODUCTS], 0);
+        for [a, b] in pairs(terms) {
+            offsets[products] = [a * strides[0], b * strides[1]];
+            products += 1;
+        }
+        Self { offsets, products, at_once: steps_at_once(terms) }
+    }
+}
+
+/// The products of terms that are summed.
+fn pairs([a, b]: [usize; 2]) -> impl Iterator<Item = [usize; 2]> {
+    let all: [_; MAX_PRODUCTS] = [[2, 0], [1, 1], [0, 2], [1, 0], [0, 1], [0, 0]];
+    all.into_iter().filter(move |&[i, j]| i < a && j < b && i + j < a.max(b))
+}
+
+/// Steps whose tiles of `a` and `b` are multiplied in all their products before others come: they take up to half of L1 where there are
+/// tiles, 24 KiB, and come from L2 once instead of twice or three times. As many for two terms as for three: operands of a type give
+/// the bits of the same operands in a wider one, whose other terms are 0.
+pub(super) fn steps_at_once(terms: [usize; 2]) -> usize {
+    if terms == [1, 1] { 6 } else { 2 }
+}
+
 /// `c = sum of a_i b_j` over some terms of `a` and `b` and all steps.
 pub(crate) struct Product<'a> {
-    /// Of `a` and of `b`.
-    pub(crate) terms: [usize; 2],
+    pub(crate) plan: &'a Plan,
     /// Steps, each of [`STEP`] elements.
     pub(crate) depth: usize,
     /// One tile of columns, or two.
     pub(crate) columns: usize,
-    /// Blocks of two tiles of rows, each `[terms][depth][2]` tiles of `[row][pair]`: from block to block `a_block` floats, from term
-    /// to term `a_term`.
+    /// Blocks of two tiles of rows, each `[terms][depth][2]` tiles of `[row][pair]`, from block to block `a_block` floats.
     pub(crate) a: &'a [f32],
     pub(crate) a_block: usize,
-    pub(crate) a_term: usize,
-    /// `[terms][depth][columns / SIDE]` tiles of `[pair][column]`, from term to term `b_term` floats.
+    /// `[terms][depth][columns / SIDE]` tiles of `[pair][column]`.
     pub(crate) b: &'a [f32],
-    pub(crate) b_term: usize,
     /// `[2 * SIDE][columns]` for every block.
     pub(crate) c: &'a mut [f32],
     /// Whether the sums are added to what `c` holds.
@@ -32,71 +66,50 @@ impl<'a> Product<'a> {
         let mut running = Running::new(self);
         while running.step(matrix, configured) {}
     }
-}
 
-/// The products of terms that are summed, smallest first, so that few bits are lost.
-fn products([a, b]: [usize; 2]) -> impl Iterator<Item = [usize; 2]> {
-    let all: [_; MAX_PRODUCTS] = [[2, 0], [1, 1], [0, 2], [1, 0], [0, 1], [0, 0]];
-    all.into_iter().filter(move |&[i, j]| i < a && j < b && i + j < a.max(b))
-}
-
-const MAX_PRODUCTS: usize = 6;
-
-/// Steps whose tiles of `a` and `b` are multiplied in all their products before others come: they take up to half of L1 where there are
-/// tiles, 24 KiB, and come from L2 once instead of twice or three times. As many for two terms as for three: operands of a type give
-/// the bits of the same operands in a wider one, whose other terms are 0.
-pub(super) fn steps_at_once(terms: [usize; 2]) -> usize {
-    if terms == [1, 1] { 6 } else { 2 }
+    /// A product of no steps.
+    pub(super) fn nothing(plan: &'a Plan) -> Self {
+        Self { plan, depth: 1, columns: SIDE, a: &[], a_block: 0, b: &[], c: &mut [], more: false }
+    }
 }
 
 /// A product of which some steps are taken.
 struct Running<'a> {
     op: Product<'a>,
-    /// Where the terms of `a` and `b` begin that are multiplied, product by product, and how many products there are.
-    offsets: [[usize; 2]; MAX_PRODUCTS],
-    products: usize,
-    /// Steps that are multiplied in all products before the next ones.
-    at_once: usize,
+    /// Blocks that are left, and where the first of them begins in `a` and `c`.
+    blocks: usize,
+    a: usize,
+    c: usize,
     /// The next step, and those that it is among.
-    block: usize,
     product: usize,
     step: usize,
     among: Range<usize>,
 }
 
 impl<'a> Running<'a> {
+    #[inline(always)]
     fn new(op: Product<'a>) -> Self {
-        assert!(op.terms.iter().all(|terms| (1..=MAX_TERMS).contains(terms)) && op.depth > 0);
-        let (mut offsets, mut count) = ([[0; 2]; MAX_PRODUCTS], 0);
-        for [a, b] in products(op.terms) {
-            offsets[count] = [a * op.a_term, b * op.b_term];
-            count += 1;
-        }
-        let at_once = steps_at_once(op.terms).min(op.depth);
-        Self { op, offsets, products: count, at_once, block: 0, product: 0, step: 0, among: 0..at_once }
-    }
-
-    fn blocks(&self) -> usize {
-        self.op.c.len() / (STEP * self.op.columns)
+        assert!(op.depth > 0);
+        let (blocks, among) = (op.c.len() / (STEP * op.columns), 0..op.plan.at_once.min(op.depth));
+        Self { op, blocks, a: 0, c: 0, product: 0, step: 0, among }
     }
 
     fn steps(&self) -> usize {
-        self.blocks() * self.products * self.op.depth
+        self.blocks * self.op.plan.products * self.op.depth
     }
 
     /// Takes the next step, if there is one.
     #[inline(always)]
     fn step<M: Multiply>(&mut self, matrix: M, configured: &M::Configured) -> bool {
-        let columns = self.op.columns;
-        let Some(c) = self.op.c.get_mut(self.block * STEP * columns..).and_then(|c| c.get_mut(..STEP * columns)) else {
+        if self.blocks == 0 {
             return false;
-        };
-        let [a, b] = self.offsets[self.product];
-        let a = &self.op.a[self.block * self.op.a_block + a + self.step * 2 * TILE..][..2 * TILE];
+        }
+        let (columns, [a, b]) = (self.op.columns, self.op.plan.offsets[self.product]);
+        let a = &self.op.a[self.a + a + self.step * 2 * TILE..][..2 * TILE];
         let b = &self.op.b[b + self.step * columns * SIDE..][..columns * SIDE];
         if self.product == 0 && self.step == 0 {
             match self.op.more {
-                true => matrix.load(configured, c),
+                true => matrix.load(configured, &self.op.c[self.c..][..STEP * columns]),
                 false => matrix.clear(configured),
             }
         }
@@ -105,13 +118,15 @@ impl<'a> Running<'a> {
         if self.step == self.among.end {
             (self.step, self.product) = (self.among.start, self.product + 1);
         }
-        if self.product == self.products {
+        if self.product == self.op.plan.products {
             let mut first = self.among.end;
             if first == self.op.depth {
-                matrix.store(configured, c);
-                (self.block, first) = (self.block + 1, 0);
+                matrix.store(configured, &mut self.op.c[self.c..][..STEP * columns]);
+                (self.blocks, self.a, self.c) = (self.blocks - 1, self.a + self.op.a_block, self.c + STEP * columns);
+                first = 0;
             }
-            (self.product, self.step, self.among) = (0, first, first..self.op.depth.min(first + self.at_once));
+            (self.product, self.step) = (0, first);
+            self.among = first..self.op.depth.min(first + self.op.plan.at_once);
         }
         true
     }
@@ -121,24 +136,29 @@ impl<'a> Running<'a> {
 pub(super) struct Beside<'a, M: Multiply> {
     matrix: M,
     configured: &'a M::Configured,
-    queue: [Option<Running<'a>>; 2],
+    queue: [Running<'a>; 2],
+    /// Of which steps are taken.
+    now: usize,
     steps: usize,
-    /// Steps are spread over so many ticks; what of one is due.
+    /// Steps are spread over so many ticks, `more` of which come from other work than the first; what of one is due.
     ticks: usize,
+    more: usize,
     due: usize,
 }
 
 impl<'a, M: Multiply> Beside<'a, M> {
-    pub(super) fn new(matrix: M, configured: &'a M::Configured, queue: [Option<Product<'a>>; 2]) -> Self {
-        let queue = queue.map(|op| op.map(Running::new));
-        let steps = queue.iter().flatten().map(Running::steps).sum();
-        Self { matrix, configured, queue, steps, ticks: 1, due: 0 }
+    #[inline(always)]
+    pub(super) fn new(matrix: M, configured: &'a M::Configured, queue: [Product<'a>; 2], more: usize) -> Self {
+        let [first, second] = queue;
+        let queue = [Running::new(first), Running::new(second)];
+        let steps = queue[0].steps() + queue[1].steps();
+        Self { matrix, configured, queue, now: 0, steps, ticks: 1, more, due: 0 }
     }
 
-    /// Spreads the steps over so many calls of [`tick`](Self::tick).
+    /// Spreads the steps over so many calls of [`tick`](Self::tick), and `more`.
     #[inline(always)]
     pub(super) fn spread(&mut self, ticks: usize) {
-        self.ticks = ticks.max(1);
+        self.ticks = (ticks + self.more).max(1);
     }
 
     /// Takes the steps that are due.
@@ -151,6 +171,12 @@ impl<'a, M: Multiply> Beside<'a, M> {
         }
     }
 
+    /// Takes the steps that are left of the first product, and hands out what it has come to.
+    pub(super) fn first(&mut self) -> &'a mut [f32] {
+        while self.queue[0].step(self.matrix, self.configured) {}
+        core::mem::take(&mut self.queue[0].op.c)
+    }
+
     /// Takes the steps that are left.
     pub(super) fn finish(mut self) {
         while self.step() {}
@@ -158,16 +184,13 @@ impl<'a, M: Multiply> Beside<'a, M> {
 
     #[inline(always)]
     fn step(&mut self) -> bool {
-        let [first, second] = &mut self.queue;
-        loop {
-            let Some(running) = first.as_mut().or(second.as_mut()) else { return false };
+        while let Some(running) = self.queue.get_mut(self.now) {
             if running.step(self.matrix, self.configured) {
                 return true;
             }
-            if first.take().is_none() {
-                *second = None;
-            }
+            self.now += 1;
         }
+        false
     }
 }
 
@@ -226,17 +249,21 @@ mod tests {
             self.depth * self.columns * SIDE + 48
         }
 
-        fn op(&mut self) -> Product<'_> {
-            let (a_block, a_term, b_term) = (self.a_block(), self.a_term(), self.b_term());
-            let Self { terms, depth, columns, ref a, ref b, ref mut c, before } = *self;
-            Product { terms, depth, columns, a, a_block, a_term, b, b_term, c, more: before.is_some() }
+        fn plan(&self) -> Plan {
+            Plan::new(self.terms, [self.a_term(), self.b_term()])
+        }
+
+        fn op<'a>(&'a mut self, plan: &'a Plan) -> Product<'a> {
+            let a_block = self.a_block();
+            let Self { depth, columns, ref a, ref b, ref mut c, before, .. } = *self;
+            Product { plan, depth, columns, a, a_block, b, c, more: before.is_some() }
         }
 
         fn check(&self) {
             for (at, &c) in self.c.iter().enumerate() {
                 let (block, row, column) = (at / (STEP * self.columns), at / self.columns % STEP, at % self.columns);
                 let mut sum = self.before.unwrap_or(0.0);
-                for [i, j] in products(self.terms) {
+                for [i, j] in pairs(self.terms) {
                     for step in 0..self.depth {
                         let a = block * self.a_block() + i * self.a_term() + (step * 2 + row / SIDE) * TILE;
                         let b = j * self.b_term() + (step * self.columns / SIDE + column / SIDE) * TILE;
@@ -281,7 +308,8 @@ mod tests {
             for terms in [[1, 1], [1, 2], [2, 1], [2, 2], [3, 1], [1, 3], [3, 2], [2, 3], [3, 3]] {
                 for (depth, columns, blocks) in [(1, 16, 1), (2, 32, 3), (5, 16, 2), (5, 32, 1)] {
                     let mut case = Case::new(terms, depth, columns, blocks);
-                    case.op().run(matrix, &configured);
+                    let plan = case.plan();
+                    case.op(&plan).run(matrix, &configured);
                     case.check();
                 }
             }
@@ -302,9 +330,15 @@ mod tests {
             for ticks in [0, 1, 3, 7, 1000] {
                 for have in [[true, true], [true, false], [false, true], [false, false]] {
                     let mut cases = [Case::new([3, 3], 2, 32, 2), Case::new([1, 2], 3, 16, 1)];
+                    let plans = cases.each_ref().map(Case::plan);
                     let [first, second] = &mut cases;
-                    let queue = [have[0].then(|| first.op()), have[1].then(|| second.op())];
-                    let mut beside = Beside::new(matrix, &configured, queue);
+                    let mut queue = [first.op(&plans[0]), second.op(&plans[1])];
+                    for (op, have) in queue.iter_mut().zip(have) {
+                        if !have {
+                            *op = Product::nothing(&plans[0]);
+                        }
+                    }
+                    let mut beside = Beside::new(matrix, &configured, queue, 0);
                     beside.spread(ticks);
                     (0..ticks).for_each(|_| beside.tick());
                     assert!(ticks == 0 || !beside.step(), "steps are left after {ticks} ticks");
@@ -333,7 +367,8 @@ mod tests {
         fn run<M: Multiply>(self, matrix: M) {
             let mut case = Case::new([1, 1], 1, 16, 1);
             case.b.truncate(TILE - 1);
-            let op = std::panic::AssertUnwindSafe(|| case.op().run(matrix, &matrix.configure()));
+            let plan = case.plan();
+            let op = std::panic::AssertUnwindSafe(|| case.op(&plan).run(matrix, &matrix.configure()));
             assert!(std::panic::catch_unwind(op).is_err());
         }
     }
