@@ -25,10 +25,8 @@ fn exp2_reduced<L: Lanes>(l: L, r: L::V) -> L::V {
 /// `2^t` for t <= 0 (or NaN, which stays), flushed to 0 below 2^-126: a probability relative to the largest of its row.
 #[inline(always)]
 pub(crate) fn exp2_nonpositive<L: Lanes>(l: L, t: L::V) -> L::V {
-    let floor = l.splat(MIN_EXPONENT);
-    let normal = l.not_lt(t, floor);
-    // max keeps its second operand where the first is not larger, so NaN passes.
-    let t = l.max(floor, t);
+    // Lanes below the limit hold anything, up to the selection.
+    let normal = l.not_lt(t, l.splat(MIN_EXPONENT));
     let n = l.round(t);
     let p = l.scale_by_exp2(exp2_reduced(l, l.sub(t, n)), n);
     l.select(normal, p, l.splat(0.0))

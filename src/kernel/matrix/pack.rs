@@ -18,6 +18,12 @@ impl<L: Lanes> OutOfRange<L> {
         Self(l.splat(0.0))
     }
 
+    /// Whether one was, in any lane.
+    #[inline(always)]
+    fn any(&self, l: L) -> bool {
+        l.sum(self.0) != 0.0
+    }
+
     #[inline(always)]
     fn see(&mut self, l: L, x: L::V) {
         let (zero, magnitude) = (l.splat(0.0), l.abs(x));
@@ -40,9 +46,13 @@ pub(super) fn terms_of<L: Lanes, const TERMS: usize>(
 ) -> [L::V; TERMS] {
     let exact = is_bf16 || TERMS == MAX_TERMS;
     let mut terms = [low; TERMS];
-    for term in &mut terms {
-        let first =
-            if exact { [l.truncate_bf16(low), l.truncate_bf16(high)] } else { [l.round_bf16(low), l.round_bf16(high)] };
+    for (i, term) in terms.iter_mut().enumerate() {
+        let first = match exact {
+            // What is left is a bf16.
+            true if i + 1 == TERMS => [low, high],
+            true => [l.truncate_bf16(low), l.truncate_bf16(high)],
+            false => [l.round_bf16(low), l.round_bf16(high)],
+        };
         *term = l.pair_bf16(first[0], first[1]);
         (low, high) = (l.sub(low, first[0]), l.sub(high, first[1]));
     }
@@ -79,6 +89,18 @@ macro_rules! with_terms {
 
 pub(super) use with_terms;
 
+/// Looks at rows one by one; it is hardly ever needed, so that all of them at once are looked at first.
+#[inline(always)]
+fn flag_rows<L: Lanes, T: Operand>(l: L, rows: Rows<'_, T>, flags: &mut [f32]) {
+    for (i, flag) in flags.iter_mut().enumerate().take(rows.count) {
+        let mut check = OutOfRange::new(l);
+        for x in rows.row(i).chunks(L::LANES) {
+            check.see(l, T::load_partial(l, x));
+        }
+        *flag = l.sum(check.0);
+    }
+}
+
 /// Elements `from..` of a row, as many as a vector has and there are, zeros behind them.
 #[inline(always)]
 fn load_from<L: Lanes, T: Operand>(l: L, row: &[T], from: usize) -> L::V {
@@ -112,10 +134,9 @@ impl<T: Operand> PackRows<'_, T> {
     fn pack<L: Lanes, const TERMS: usize>(self, l: L) -> bool {
         let Self { rows, dst, term, flags, .. } = self;
         let depth = rows.width.div_ceil(STEP);
-        let mut any = false;
-        for (i, flag) in flags.iter_mut().enumerate().take(rows.count) {
+        let mut check = OutOfRange::new(l);
+        for i in 0..rows.count {
             let row = rows.row(i);
-            let mut check = OutOfRange::new(l);
             let first = i / STEP * depth * 2 * TILE + i % STEP * SIDE;
             for (step, columns) in row.chunks(STEP).enumerate() {
                 let dst = &mut dst[first + step * 2 * TILE..];
@@ -126,8 +147,11 @@ impl<T: Operand> PackRows<'_, T> {
                     store_terms(l, terms_of::<L, TERMS>(l, T::IS_BF16, pair), &mut dst[j..], term);
                 }
             }
-            *flag = l.sum(check.0);
-            any |= *flag != 0.0;
+        }
+        flags[..rows.count].fill(0.0);
+        let any = check.any(l);
+        if any {
+            flag_rows(l, rows, flags);
         }
         any
     }
@@ -199,14 +223,16 @@ impl<T: Operand> PackColumns<'_, T> {
     #[inline(always)]
     fn pack<L: Lanes, const TERMS: usize>(self, l: L) -> bool {
         let Self { rows, dst, term, depth, flags, .. } = self;
-        let mut any = false;
-        for (i, flag) in flags.iter_mut().enumerate().take(rows.count) {
-            let mut check = OutOfRange::new(l);
+        let mut check = OutOfRange::new(l);
+        for i in 0..rows.count {
             for x in rows.row(i).chunks(L::LANES) {
                 check.see(l, T::load_partial(l, x));
             }
-            *flag = l.sum(check.0);
-            any |= *flag != 0.0;
+        }
+        flags[..rows.count].fill(0.0);
+        let any = check.any(l);
+        if any {
+            flag_rows(l, rows, flags);
         }
         let row = |row: usize| if row >= rows.count || any && flags[row] != 0.0 { &[] } else { rows.row(row) };
         let mut pairs = [[0.0; TILE]; TERMS];

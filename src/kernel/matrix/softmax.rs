@@ -26,8 +26,8 @@ pub(super) struct SoftmaxTerms<'a, 'b, M: Multiply> {
     pub(super) beside: &'a mut Beside<'b, M>,
 }
 
-/// Powers of two by which scores may exceed the maximum that they are taken relative to, where probabilities become bf16: their
-/// errors are relative, and output need not be rescaled for every new maximum (lazy rescaling of FlashAttention-4).
+/// Powers of two by which scores may exceed the maximum that they are taken relative to: errors of probabilities are relative, and
+/// output need not be rescaled for every new maximum (lazy rescaling of FlashAttention-4).
 const LAZY: f32 = 8.0;
 
 impl<M: Multiply> Op for SoftmaxTerms<'_, '_, M> {
@@ -58,7 +58,7 @@ impl<M: Multiply> SoftmaxTerms<'_, '_, M> {
         self.beside.spread(LANES / L::LANES * ticks);
         let mut moved = l.splat(0.0);
         for lane in (0..LANES).step_by(L::LANES) {
-            moved = l.add(moved, self.maxima::<L, LANES, TERMS>(l, rows, lane));
+            moved = l.add(moved, self.maxima::<L, LANES>(l, rows, lane));
         }
         for lane in (0..LANES).step_by(L::LANES) {
             let sums = self.column::<L, LANES, TERMS>(l, rows, lane);
@@ -72,29 +72,21 @@ impl<M: Multiply> SoftmaxTerms<'_, '_, M> {
 
     /// Brings the maxima of one vector of rows up to date, and `alpha`. Not 0 where one has changed.
     #[inline(always)]
-    fn maxima<L: Lanes, const LANES: usize, const TERMS: usize>(
-        &mut self,
-        l: L,
-        rows: &[[f32; LANES]],
-        lane: usize,
-    ) -> L::V {
+    fn maxima<L: Lanes, const LANES: usize>(&mut self, l: L, rows: &[[f32; LANES]], lane: usize) -> L::V {
         let (old, c) = (l.load(&self.state.max[lane..]), l.splat(self.c));
         let mut found = l.splat(f32::NEG_INFINITY);
         for rows in rows.chunks(2 * STEP) {
             found = l.max(block_max(l, rows.as_flattened(), LANES, lane), found);
             self.beside.tick();
         }
-        let mut max = l.max(found, old);
-        if TERMS == 1 {
-            // False for NaN: of infinities, or of scores without a scale.
-            let near = l.lt(l.mul(l.sub(found, old), c), l.splat(LAZY));
-            // Nearly always: a branch, so that what follows need not wait for the maximum.
-            if l.all(near) {
-                l.store(l.splat(1.0), &mut self.alpha[lane..]);
-                return l.splat(0.0);
-            }
-            max = l.select(near, old, max);
+        // False for NaN: of infinities, or of scores without a scale.
+        let near = l.lt(l.mul(l.sub(found, old), c), l.splat(LAZY));
+        // Nearly always: a branch, so that what follows need not wait for the maximum.
+        if l.all(near) {
+            l.store(l.splat(1.0), &mut self.alpha[lane..]);
+            return l.splat(0.0);
         }
+        let max = l.select(near, old, l.max(found, old));
         let alpha = exp2_nonpositive(l, l.mul(l.sub(old, finite_or_zero(l, max)), c));
         l.store(max, &mut self.state.max[lane..]);
         l.store(alpha, &mut self.alpha[lane..]);
